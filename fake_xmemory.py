@@ -1,15 +1,15 @@
 """An in-memory xmemory instance with the call shape of the client's async instance handle.
 
-The same outline as `fake_stripe.py`; the rule here: a write is a job. It waits its turn in one
+The same outline as `fake_stripe.py`. The rule here: a write is a job. It waits its turn in one
 queue, in the order received, and only a completed job can be read. There is no idempotency key and
 no deduplication: a write sent twice is two jobs, and only a structured mutation, which carries its
 key, then still ends in one row.
 
-The schema is given as `{object type: [primary key fields]}`. A stand-in "extractor" reads
-`name: fact` from a text; with `forks` on, its second and later passes drop a title from the name,
-as a model may, and so file the same person under a second key. Left out: relations (a scope to a
-record covers the records that carry its key in their fields), visibility lag, and networking. The
-clock is `time.time()`: a job takes `job_seconds` by it, so a frozen clock is obeyed.
+The schema is `{object type: [primary key fields]}`. The stand-in for the extractor reads `name:
+fact` from a text; with `forks` on, its second and later passes drop a title from the name, as a
+model may, and so file the same person under another key. Left out: relations (a scope to a record
+covers the records that carry its key), visibility lag, networking. The clock is `time.time()`: a
+job takes `job_seconds` by it, so a frozen clock is obeyed.
 
 Source of the rules: xmemory-ai 0.23, its documentation, and recorded answers of the live service.
 """
@@ -22,17 +22,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Any
 
 Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
+Mutation = Mapping[str, Any]
+Scope = Mapping[str, Any]
 
 READ_MODES = ("single-answer", "raw-tables", "xresponse")
 LOGICS = ("fast", "deep")
+OPERATIONS = {"create": "created", "update": "updated", "delete": "deleted"}
+ENDED = ("completed", "failed")
 TITLES = re.compile(r"^(Dr|Mr|Mrs|Ms|Prof)\.?\s+", re.IGNORECASE)
-FACTS_TYPE = "Person"  # what the extractor files its facts under, keyed by name
+FACTS = "Person"  # the object type that extracted facts are filed under, keyed by name
 POLL_SECONDS = 0.02  # how often a synchronous write looks whether its turn has come
+TRACE = "trace-1"
 
 # --- Errors and results: the client's names and attributes ---------------------------------------
 
@@ -40,29 +45,22 @@ POLL_SECONDS = 0.02  # how often a synchronous write looks whether its turn has 
 class XmemoryAPIError(Exception):
     """Branch on `code`. A lost connection has neither `status` nor `code`."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        code: str | None = None,
-        details: Mapping[str, Any] | None = None,
-        retry_after: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None,
+                 details: Mapping[str, Any] | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
         self.details, self.retry_after = details, retry_after
 
 
 class ValidationError(ValueError):
-    """The client refuses these arguments, or this answer, by itself (pydantic's error, there)."""
+    """What the client itself refuses, before or after it asked (there: pydantic's error)."""
 
 
 def connection_lost() -> XmemoryAPIError:
     return XmemoryAPIError("request failed: connection reset")
 
 
-def _refused(message: str) -> XmemoryAPIError:
+def refused(message: str) -> XmemoryAPIError:
     return XmemoryAPIError(message, status=400, code="VALIDATION_ERROR")
 
 
@@ -70,7 +68,7 @@ def _refused(message: str) -> XmemoryAPIError:
 class ReadResult:
     reader_result: Any = None
     notice: str | None = None
-    trace_id: str | None = None
+    trace_id: str | None = TRACE
     console_url: str | None = None
     related_types: Any = None
     reader_results: Sequence[Any] = ()
@@ -79,7 +77,7 @@ class ReadResult:
 @dataclass
 class WriteResult:
     write_id: str
-    trace_id: str | None = None
+    trace_id: str | None = TRACE
     console_url: str | None = None
     changes: Any = None
 
@@ -87,7 +85,7 @@ class WriteResult:
 @dataclass
 class AsyncWriteResult:
     write_id: str
-    trace_id: str | None = None
+    trace_id: str | None = TRACE
     console_url: str | None = None
 
 
@@ -95,18 +93,18 @@ class AsyncWriteResult:
 class WriteStatusResult:
     write_id: str
     write_status: str
-    console_url: str | None = None
     error_detail: str | None = None
     completed_at: datetime | None = None
     changes: Any = None
+    console_url: str | None = None
 
 
 @dataclass
 class _Job:
     id: str
-    mutations: Sequence[Mapping[str, Any]]
-    ready_at: float  # when its extraction is done; it still waits for older jobs
-    seconds: float
+    mutations: Sequence[Mutation]
+    started_at: float
+    ready_at: float  # when its extraction is done; it then still waits for older jobs
     status: str = "queued"
     error: XmemoryAPIError | None = None
     changes: Any = None
@@ -126,124 +124,95 @@ class _Fault:
 
 class FakeXmemory:
     def __init__(self, schema: Mapping[str, Sequence[str]], *, forks: bool = False) -> None:
-        self.schema = {FACTS_TYPE: ["name"]} | {name: list(key) for name, key in schema.items()}
+        self.schema = {FACTS: ["name"]} | {name: list(key) for name, key in schema.items()}
         self.tables: dict[str, dict[Key, Row]] = {name: {} for name in self.schema}
         self.forks = forks
-        self.job_seconds = 0.0
-        self.held = False  # while set, no job is applied
-        self.status_override: str | None = None  # what write_status says instead of the truth
+        self.job_seconds = 0.0  # how long an extraction takes
+        self.paused = False  # while set, no job is applied
+        self.shown_status = ""  # what write_status says instead of the truth, unless empty
         self.calls: list[str] = []
         self._jobs: dict[str, _Job] = {}
         self._passes = itertools.count()
         self._faults: list[_Fault] = []
 
-    def counts(self) -> Counter[str]:
-        """How often each method was called."""
-        return Counter(self.calls)
-
     def put(self, name: str, row: Row) -> None:
         """A record that is there from the start."""
         self.tables[name][tuple((field, row[field]) for field in sorted(self.schema[name]))] = row
 
-    def fail_next(
-        self, error: XmemoryAPIError, *, times: int = 1, method: str = "read", acted: bool = False
-    ) -> None:
-        """Answer the next `times` calls of `method` with `error`; with `acted`, queue first."""
+    def fail_next(self, error: XmemoryAPIError, *, times: int = 1, method: str = "read",
+                  acted: bool = False) -> None:
+        """Answer the next `times` calls of `method` with `error`; with `acted`, queue it first."""
         self._faults.append(_Fault(error, times, method, acted))
 
-    async def read(
-        self,
-        query: str,
-        *,
-        read_mode: str = "single-answer",
-        scope: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        read_id: str | None = None,
-    ) -> ReadResult:
+    def counts(self) -> Counter[str]:
+        """How often each method was called."""
+        return Counter(self.calls)
+
+    async def read(self, query: str, *, read_mode: str = "single-answer",
+                   scope: Scope | None = None, read_id: str | None = None,
+                   timeout: float | None = None) -> ReadResult:
         """The first object type that the query names is what it asks for."""
         if read_mode not in READ_MODES:
-            raise ValidationError(f"read_mode must be one of {', '.join(READ_MODES)}")
+            raise ValidationError(f"read_mode is one of {', '.join(READ_MODES)}")
         self._receive("read")
         self._advance()
         words = re.sub(r"[^a-z0-9]", "", query.lower())
         wanted = next((name for name in self.schema if name.lower() in words), None)
-        scoped = self._in_scope(scope)
+        covered = self._covered(scope)
         if wanted is None:
-            return ReadResult(None, trace_id="trace")
-        rows = [row for row in self.tables[wanted].values() if scoped is None or row in scoped]
-        return ReadResult(_answer(wanted, rows, read_mode), trace_id="trace")
+            return ReadResult()  # the schema cannot hold what was asked for
+        rows = [row for row in self.tables[wanted].values() if scope is None or row in covered]
+        return ReadResult(_answer(wanted, rows, read_mode))
 
-    async def write(
-        self,
-        text: str = "",
-        *,
-        structured_mutations: Sequence[Mapping[str, Any]] | None = None,
-        extraction_logic: str = "fast",
-        scope: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> WriteResult:
-        """Returns when its own job is applied, or raises why it was refused."""
+    async def write(self, text: str = "", *, structured_mutations: Sequence[Mutation] | None = None,
+                    extraction_logic: str = "fast", diff_engine: bool | None = None,
+                    scope: Scope | None = None, timeout: float | None = None) -> WriteResult:
+        """Returns when its own job is applied, or raises why that was refused."""
         job = self._submit("write", text, structured_mutations, extraction_logic, scope)
-        while job.status not in ("completed", "failed"):
+        while job.status not in ENDED:
             await asyncio.sleep(POLL_SECONDS)
             self._advance()
         if job.error is not None:
             raise copy.copy(job.error)
-        return WriteResult(job.id, trace_id="trace", changes=job.changes)
+        return WriteResult(job.id, changes=job.changes)
 
-    async def write_async(
-        self,
-        text: str = "",
-        *,
-        structured_mutations: Sequence[Mapping[str, Any]] | None = None,
-        extraction_logic: str = "fast",
-        scope: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> AsyncWriteResult:
+    async def write_async(self, text: str = "", *,
+                          structured_mutations: Sequence[Mutation] | None = None,
+                          extraction_logic: str = "fast", diff_engine: bool | None = None,
+                          scope: Scope | None = None,
+                          timeout: float | None = None) -> AsyncWriteResult:
         """Returns once queued; its id can be asked for at once."""
         job = self._submit("write_async", text, structured_mutations, extraction_logic, scope)
-        return AsyncWriteResult(job.id, trace_id="trace")
+        return AsyncWriteResult(job.id)
 
-    async def write_status(
-        self, write_id: str, *, timeout: float | None = None
-    ) -> WriteStatusResult:
+    async def write_status(self, write_id: str, *,
+                           timeout: float | None = None) -> WriteStatusResult:
         self._receive("write_status")
         self._advance()
         job = self._jobs.get(write_id)
         if job is None:
             return WriteStatusResult(write_id, "not_found")
         detail = None if job.error is None else str(job.error)
-        return WriteStatusResult(
-            write_id,
-            self.status_override or job.status,
-            error_detail=detail,
-            completed_at=job.completed_at,
-            changes=job.changes,
-        )
+        return WriteStatusResult(write_id, self.shown_status or job.status, detail,
+                                 job.completed_at, job.changes)
 
     # --- the queue -------------------------------------------------------------------------------
 
     def _receive(self, method: str) -> XmemoryAPIError | None:
-        """Count the call; raise a scripted fault, or return it if the call is carried out first."""
+        """Count the call. A scripted fault is raised, or returned if the call acts before it."""
         self.calls.append(method)
         for fault in self._faults:
             if fault.method == method:
                 fault.times -= 1
-                if fault.times == 0:
+                if not fault.times:
                     self._faults.remove(fault)
                 if fault.acted:
                     return copy.copy(fault.error)
                 raise copy.copy(fault.error)
         return None
 
-    def _submit(
-        self,
-        method: str,
-        text: str,
-        mutations: Sequence[Mapping[str, Any]] | None,
-        logic: str,
-        scope: Mapping[str, Any] | None,
-    ) -> _Job:
+    def _submit(self, method: str, text: str, mutations: Sequence[Mutation] | None, logic: str,
+                scope: Scope | None) -> _Job:
         if bool(text) == (mutations is not None):
             raise ValueError("give exactly one of text and structured_mutations")
         if mutations is not None and not mutations:
@@ -251,13 +220,12 @@ class FakeXmemory:
         if mutations is not None and scope is not None:
             raise ValueError("scope cannot be combined with structured_mutations")
         if logic not in LOGICS:
-            raise ValidationError(f"extraction_logic must be one of {', '.join(LOGICS)}")
+            raise ValidationError(f"extraction_logic is one of {', '.join(LOGICS)}")
         for mutation in mutations or ():
             _operation(mutation)
-        lost = self._receive(method)
-        work = copy.deepcopy(list(mutations)) if mutations is not None else self._extract(text)
-        ready_at = time.time() + self.job_seconds
-        job = _Job(f"w{len(self._jobs) + 1:05d}", work, ready_at, self.job_seconds)
+        lost, now = self._receive(method), time.time()
+        work = self._extract(text) if mutations is None else copy.deepcopy(list(mutations))
+        job = _Job(f"w{len(self._jobs) + 1:05d}", work, now, now + self.job_seconds)
         self._jobs[job.id] = job
         self._advance()
         if lost is not None:
@@ -266,55 +234,67 @@ class FakeXmemory:
 
     def _advance(self) -> None:
         """Apply, in the order received, every job whose time has come."""
-        waiting = False
+        now, waiting = time.time(), self.paused
         for job in self._jobs.values():
-            if job.status in ("completed", "failed"):
+            if job.status in ENDED:
                 continue
-            ready = time.time() >= job.ready_at
-            if ready and not waiting and not self.held:
+            if now >= job.ready_at and not waiting:
                 self._apply(job)
-            else:
-                started = time.time() > job.ready_at - job.seconds
-                job.status = "extracted" if ready else "extracting" if started else "queued"
-                waiting = True
+                continue
+            waiting = True
+            extracting = "extracting" if now > job.started_at else "queued"
+            job.status = "extracted" if now >= job.ready_at else extracting
 
     def _apply(self, job: _Job) -> None:
         """All mutations of a job, or none of them."""
         tables = copy.deepcopy(self.tables)
-        changes: dict[str, list[str]] = {"created": [], "updated": [], "deleted": []}
+        changes: dict[str, list[str]] = {name: [] for name in OPERATIONS.values()}
         try:
             for mutation in job.mutations:
                 operation, wanted = _operation(mutation)
-                _change(tables, self.schema, operation, wanted, changes)
-        except XmemoryAPIError as refused:
-            job.status, job.error = "failed", refused
+                self._change(tables, operation, wanted)
+                changes[OPERATIONS[operation]].append(wanted["object_type"])
+        except XmemoryAPIError as error:
+            job.status, job.error = "failed", error
             return
         self.tables, job.changes, job.status = tables, changes, "completed"
-        job.completed_at = datetime.fromtimestamp(time.time(), timezone.utc)
+        job.completed_at = datetime.fromtimestamp(time.time(), UTC)
 
-    def _extract(self, text: str) -> list[Mapping[str, Any]]:
-        """One fact from `name: fact`; a text that is none holds nothing worth a row."""
+    def _change(self, tables: dict[str, dict[Key, Row]], operation: str, wanted: Row) -> None:
+        name, change = wanted["object_type"], wanted[operation]
+        if name not in self.schema or set(change["key"]) != set(self.schema[name]):
+            raise refused(f"no object type {name} with this primary key")
+        table, key = tables[name], tuple(sorted(change["key"].items()))
+        if operation == "create" and key in table:
+            raise XmemoryAPIError(f"this {name} exists already", status=409, code="CONFLICT")
+        if operation != "create" and key not in table:
+            raise refused(f"no {name} with this key")
+        if operation == "delete":
+            del table[key]
+            return
+        values = table.get(key, dict(change["key"])) | dict(change["values"])
+        table[key] = {field: value for field, value in values.items() if value is not None}
+
+    def _extract(self, text: str) -> list[Mutation]:
+        """One fact from `name: fact`; any other text holds nothing that is worth a row."""
         name, colon, fact = (part.strip() for part in text.partition(":"))
         if not colon:
             return []
         if self.forks and next(self._passes) > 0:
             name = TITLES.sub("", name)
-        known = (("name", name),) in self.tables[FACTS_TYPE]
+        operation = "update" if (("name", name),) in self.tables[FACTS] else "create"
         change = {"key": {"name": name}, "values": {"fact": fact}}
-        operation = "update" if known else "create"
-        return [{"object_mutation": {"object_type": FACTS_TYPE, operation: change}}]
+        return [{"object_mutation": {"object_type": FACTS, operation: change}}]
 
-    def _in_scope(self, scope: Mapping[str, Any] | None) -> list[Row] | None:
-        """The rows a scope covers: the named records, and those that carry a named key."""
-        if scope is None:
-            return None
+    def _covered(self, scope: Scope | None) -> list[Row]:
+        """The rows that a scope covers: the named records, and those that carry a named key."""
         covered: list[Row] = []
-        for named in scope["objects"]:
+        for named in scope["objects"] if scope else ():
             key = named["key"]["key"]
             if not key:
                 raise ValidationError("a scope needs a key")
             if tuple(sorted(key.items())) not in self.tables.get(named["type"], {}):
-                raise _refused(f"no {named['type']} with this key")
+                raise refused(f"no {named['type']} with this key")
             for table in self.tables.values():
                 covered += [row for row in table.values() if key.items() <= row.items()]
         return covered
@@ -322,40 +302,15 @@ class FakeXmemory:
 
 # --- Small parts ---------------------------------------------------------------------------------
 
-Operation = Literal["create", "update", "delete"]
 
-
-def _operation(mutation: Mapping[str, Any]) -> tuple[Operation, Mapping[str, Any]]:
+def _operation(mutation: Mutation) -> tuple[str, Row]:
     wanted = mutation.get("object_mutation")
     if wanted is None:
         raise ValidationError("only object mutations: this stand-in has no relations")
-    names: list[Operation] = [n for n in ("create", "update", "delete") if n in wanted]
+    names = [name for name in OPERATIONS if name in wanted]
     if len(names) != 1:
         raise ValidationError("a mutation has exactly one of create, update and delete")
     return names[0], wanted
-
-
-def _change(
-    tables: dict[str, dict[Key, Row]],
-    schema: Mapping[str, Sequence[str]],
-    operation: Operation,
-    wanted: Mapping[str, Any],
-    changes: dict[str, list[str]],
-) -> None:
-    name, change = wanted["object_type"], wanted[operation]
-    if name not in schema or set(change["key"]) != set(schema[name]):
-        raise _refused(f"no object type {name} with this primary key")
-    table, key = tables[name], tuple(sorted(change["key"].items()))
-    if operation == "create" and key in table:
-        raise XmemoryAPIError(f"{name} exists already", status=409, code="CONFLICT")
-    if operation != "create" and key not in table:
-        raise _refused(f"no {name} with this key")
-    if operation == "delete":
-        del table[key]
-    else:
-        values = table.get(key, dict(change["key"])) | dict(change["values"])
-        table[key] = {field: value for field, value in values.items() if value is not None}
-    changes[operation.rstrip("e") + "ed"].append(name)
 
 
 def _answer(name: str, rows: list[Row], read_mode: str) -> Any:
@@ -363,12 +318,12 @@ def _answer(name: str, rows: list[Row], read_mode: str) -> Any:
         return "; ".join(", ".join(f"{k} {v}" for k, v in row.items()) for row in rows)
     if read_mode == "xresponse":
         return {"objects": [_xobject(name, row) for row in rows], "relations": []}
-    columns = list(dict.fromkeys(field for row in rows for field in row))
-    typed = [{"name": column, "type": "str"} for column in columns]
-    return {"columns": typed, "rows": [[row.get(c) for c in columns] for row in rows]}
+    names = list(dict.fromkeys(field for row in rows for field in row))
+    columns = [{"name": field, "type": "str"} for field in names]
+    return {"columns": columns, "rows": [[row.get(field) for field in names] for row in rows]}
 
 
-def _xobject(name: str, row: Row) -> dict[str, Any]:
+def _xobject(name: str, row: Row) -> Row:
     kinds = {bool: "boolean_value", int: "integer_value", float: "float_value"}
     fields = [{"name": k, "value": {kinds.get(type(v), "string_value"): v}} for k, v in row.items()]
-    return {"name": name, "identifier": f"{name}:{'/'.join(map(str, row.values()))}", "fields": fields}
+    return {"name": name, "identifier": "/".join(map(str, row.values())), "fields": fields}

@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -266,6 +267,14 @@ class Policy:
         return step
 
 
+async def open_question(case: Case) -> Question | None:
+    """Asks a Worker; waits for one if none is alive."""
+    while True:
+        with suppress(RPCError):
+            return (await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)).question
+        await anyio.sleep(POLL_SECONDS)
+
+
 Reply = Callable[[Question], Awaitable[Answer]]
 
 
@@ -294,18 +303,17 @@ class People:
         return new
 
     async def converse(self, case: Case) -> None:
-        """How people meet a Workflow: look at its progress, answer what is open. Never returns."""
-        while True:
-            progress = None
-            with suppress(RPCError):
-                progress = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
-            if progress and self.look_at(progress.question) and progress.question:
-                answer = await self._reply(progress.question)
-                to_customer = progress.question.to == "customer"
-                send = refund_agent.send_answer if to_customer else refund_agent.send_review
+        """How people meet a Workflow: whenever it starts to wait, look at its progress and answer
+        what is open. Watching Event History for that costs the Worker nothing, unlike polling."""
+        async for event in case.fetch_history_events(wait_new_event=True):
+            if not event.HasField("timer_started_event_attributes"):
+                continue
+            question = await open_question(case)
+            if self.look_at(question) and question:
+                answer = await self._reply(question)
+                send = refund_agent.send_answer if question.to == "customer" else refund_agent.send_review
                 with suppress(refund_agent.Refused):
                     await send(case, answer)
-            await anyio.sleep(POLL_SECONDS)
 
     def counted(self, to: str) -> int:
         return sum(question.to == to for question in self.asked)
@@ -610,8 +618,8 @@ async def plain(remote: Any, job: Mapping[str, Any]) -> None:
 
 
 async def worker(remote: Any, job: Mapping[str, Any]) -> None:
-    plugin = HarnessPlugin(remote.gate, cache=job["cache"])
-    client = await Client.connect(**connect_config(job["temporal"]), plugins=[plugin])
+    plugin = HarnessPlugin(remote.gate, cache=job.get("cache", False))
+    client = await connect(job["temporal"], plugins=[plugin])
     await refund_agent.build_worker(
         client,
         job["task_queue"],
@@ -623,13 +631,6 @@ async def worker(remote: Any, job: Mapping[str, Any]) -> None:
 
 
 # --- The Temporal server -------------------------------------------------------------------------
-
-
-def connect_config(address: str | None) -> Any:
-    """How to connect: our own server by its address, else what the environment says."""
-    if address is not None:
-        return {"target_host": address}
-    return ClientConfig.load_client_connect_config()
 
 
 def configured_address() -> str | None:
@@ -645,11 +646,36 @@ def temporal_binary() -> str | None:
     return next(found, None) or shutil.which(name)
 
 
-@dataclass(frozen=True)
 class Server:
-    client: Client
-    address: str | None  # None: the environment says where
-    ui: str | None = None  # the address of its Web UI, if it has one
+    """A Temporal server: our own, which may still be starting, or the one the environment names."""
+
+    def __init__(self, address: str | None, process: Child | None, ui: str | None = None) -> None:
+        self.address, self.process, self.ui = address, process, ui
+        self._client: Client | None = None
+
+    async def client(self) -> Client:
+        if self._client is None:
+            if self.process is not None:
+                connecting = partial(connect, self.address)
+                self._client = await self.process.until(connecting, SERVER_SECONDS, "its start")
+            else:
+                self._client = await connect(self.address)
+        return self._client
+
+
+async def connect(address: str | None, **options: Any) -> Client:
+    """A client of our own server, waiting until it is up, or of the one the environment names."""
+    if address is None:
+        return await Client.connect(**ClientConfig.load_client_connect_config(), **options)
+    host, port = address.split(":")
+    while True:
+        with suppress(OSError):
+            await (await anyio.connect_tcp(host, int(port))).aclose()
+            with suppress(RuntimeError, RPCError):
+                client = await Client.connect(address, **options)
+                await client.count_workflows()  # its namespace is there, too
+                return client
+        await anyio.sleep(POLL_SECONDS)
 
 
 # Ends the server when our end of its standard input closes, however we ended.
@@ -677,20 +703,8 @@ async def dev_server(*, ui: bool = False, fast_timers: bool = True) -> AsyncIter
     command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
     command += FAST_TIMERS if fast_timers else []
     async with child("the Temporal server", command) as process:
-        address = f"127.0.0.1:{port}"
-        client = await process.until(lambda: _when_up(address), SERVER_SECONDS, "life")
-        yield Server(client, address, f"http://127.0.0.1:{ui_port}" if ui else None)
-
-
-async def _when_up(address: str) -> Client:
-    while True:
-        with suppress(OSError):
-            await (await anyio.connect_tcp("127.0.0.1", int(address.split(":")[1]))).aclose()
-            with suppress(RuntimeError, RPCError):
-                client = await Client.connect(address)
-                await client.count_workflows()  # its namespace is there, too
-                return client
-        await anyio.sleep(POLL_SECONDS)
+        ui_address = f"http://127.0.0.1:{ui_port}" if ui else None
+        yield Server(f"127.0.0.1:{port}", process, ui_address)
 
 
 @asynccontextmanager
@@ -709,19 +723,19 @@ async def _downloaded_server(*, ui: bool, fast_timers: bool) -> AsyncIterator[Se
         ) from None
     async with environment:
         address = environment.client.service_client.config.target_host
-        yield Server(environment.client, address, "http://127.0.0.1:8233" if ui else None)
+        yield Server(address, None, "http://127.0.0.1:8233" if ui else None)
 
 
 @asynccontextmanager
 async def configured_server(address: str) -> AsyncIterator[Server]:
     """The server that the environment names; nothing is started and nothing is stopped."""
+    server = Server(None, None)
     try:
         with anyio.fail_after(CONNECT_SECONDS):
-            client = await Client.connect(**connect_config(None))
-            await client.count_workflows()
+            await (await server.client()).count_workflows()
     except (TimeoutError, RuntimeError, RPCError):
         raise HarnessError(f"No Temporal server answers at {address}.") from None
-    yield Server(client, None)
+    yield server
 
 
 def _free_ports() -> tuple[int, int]:

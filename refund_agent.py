@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
@@ -124,15 +124,6 @@ class PolicyCheck:
 
 
 @dataclass(frozen=True)
-class PastCase:
-    """What memory says about an earlier case: hearsay, to be shown, never to be obeyed."""
-
-    case_id: str
-    order_id: str
-    outcome: str
-
-
-@dataclass(frozen=True)
 class Question:
     """`to` is customer or reviewer. The id is made of that, the turn and a digest of the text, so an
     answer that a reset applies again answers this very question or none."""
@@ -178,31 +169,19 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Asked:
-    question: Question
-    answer: Answer
-
-
-@dataclass(frozen=True)
-class Rejected:
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Known:
     """All that a case has learned, in the order it is learned."""
 
-    recalled: tuple[PastCase, ...] | None = None  # None: memory was not asked yet
+    recalled: tuple[str, ...] | None = None  # past cases; hearsay. None: memory was not asked yet
     memory_notice: str = ""  # why memory could not help
     turn: int = 0
     step: Step | None = None  # in hand; set between deciding and learning
-    answers: tuple[Asked, ...] = ()
+    answers: dict[str, str] = field(default_factory=dict)  # question: answer
     order: Order | None = None
     order_missing: bool = False  # the shop has no such order of this customer
     history: CustomerHistory | None = None
     policy: PolicyCheck | None = None
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[str, ...] = ()  # steps that the guard rails refused, and why
 
 
 @dataclass(frozen=True)
@@ -296,7 +275,7 @@ def refusal(step: Step, known: Known) -> str:
     if step.action == "ask":
         if not step.text.strip():
             return "the question is empty"
-        if any(asked.question.text == step.text for asked in known.answers):
+        if step.text in known.answers:
             return "this question was already answered"
     if step.action in LOOKUPS and getattr(known, LOOKUPS[step.action]) is not None:
         return "this is already known"
@@ -342,8 +321,7 @@ class Runtime(Protocol):
     async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None: ...
 
 
-@dataclass(frozen=True)
-class CaseKey:
+class CaseKey(NamedTuple):
     """Who this case is to the outside world, from its first attempt to its last.
 
     `case_id` (the Workflow ID) follows from the order line, so a second start finds the first.
@@ -376,7 +354,7 @@ async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Know
     except StepFailed as failure:
         return replace(known, recalled=(), memory_notice=failure.message)
     cases = (
-        PastCase(str(row.get("case_id")), str(row.get("order_id")), str(row.get("outcome")))
+        f"order {row.get('order_id')}: {row.get('outcome')}"
         for row in found.rows()
         if row.get("customer_id") == request.customer_id
     )
@@ -393,13 +371,13 @@ async def decide_case(
             step = await runtime.act(RefundActivities.agent_decide_next_step, situation)
             known = replace(known, step=step)
         if refused := refusal(step, known):
-            known = learned(known, rejected=(*known.rejected, Rejected(step.action, refused)))
+            known = learned(known, rejected=(*known.rejected, f"{step.action}: {refused}"))
         elif step.action == "ask":
             question = Question("customer", known.turn, step.text)
             answer = await runtime.ask(question, known)
             if answer is None:
                 return ended("abandoned")
-            known = learned(known, answers=(*known.answers, Asked(question, answer)))
+            known = learned(known, answers=known.answers | {step.text: answer.text})
         elif step.action in LOOKUPS:
             known = await look_up(step.action, request, known, runtime)
             if known.order_missing or (known.order and known.order.left == 0):
@@ -493,45 +471,37 @@ def ended(
 # Every try asks the owner first, so trying again is always safe; the question is only how long.
 
 ALREADY_REFUNDED, DISPUTED = "StripeAlreadyRefunded", "StripeChargeDisputed"
-FINAL, UNTIL_GIVE_UP = False, True
 
 
-@dataclass(frozen=True)
-class StripeFailure:
+class StripeFailure(NamedTuple):
     type: str
-    retried: bool
+    retried: bool  # until the refund's `give_up_at`; otherwise, and after that, it is final
     message: str
 
 
 STRIPE_FAILURES = {  # by `error.code`, else by `error.type`, else by HTTP status
-    "charge_already_refunded": StripeFailure(ALREADY_REFUNDED, FINAL, "already refunded in full"),
-    "charge_disputed": StripeFailure(DISPUTED, FINAL, "the payment is disputed"),
-    "resource_missing": StripeFailure("StripeNotFound", FINAL, "Stripe has no such payment"),
-    "idempotency_key_in_use": StripeFailure(
-        "StripeKeyInUse", UNTIL_GIVE_UP, "an earlier request with this key is still running"
-    ),
-    "idempotency_error": StripeFailure(
-        "StripeKeyReused", FINAL, "the idempotency key was used for another request"
-    ),
-    401: StripeFailure("StripeAuthFailed", FINAL, "Stripe refused the API key"),
-    403: StripeFailure("StripeNotPermitted", FINAL, "the API key may not make refunds"),
-    409: StripeFailure("StripeConflict", UNTIL_GIVE_UP, "Stripe is working on the same object"),
-    429: StripeFailure("StripeRateLimited", UNTIL_GIVE_UP, "Stripe asked to slow down"),
-    500: StripeFailure("StripeServerError", UNTIL_GIVE_UP, "Stripe answered with a server error"),
-    400: StripeFailure("StripeRefused", FINAL, "Stripe refused the request"),
-    None: StripeFailure("StripeUnreachable", UNTIL_GIVE_UP, "Stripe did not answer"),
+    "charge_already_refunded": StripeFailure(ALREADY_REFUNDED, False, "already refunded in full"),
+    "charge_disputed": StripeFailure(DISPUTED, False, "the payment is disputed"),
+    "resource_missing": StripeFailure("StripeNotFound", False, "Stripe has no such payment"),
+    "idempotency_key_in_use": StripeFailure("StripeKeyInUse", True, "this refund is under way"),
+    "idempotency_error": StripeFailure("StripeKeyReused", False, "the key names another refund"),
+    401: StripeFailure("StripeAuthFailed", False, "Stripe refused the API key"),
+    403: StripeFailure("StripeNotPermitted", False, "the API key may not make refunds"),
+    409: StripeFailure("StripeConflict", True, "Stripe is working on the same object"),
+    429: StripeFailure("StripeRateLimited", True, "Stripe asked to slow down"),
+    400: StripeFailure("StripeRefused", False, "Stripe refused the request"),  # any other 4xx
+    500: StripeFailure("StripeServerError", True, "Stripe had a server error"),  # any other 5xx
+    None: StripeFailure("StripeUnreachable", True, "Stripe did not answer"),
 }
 
 
 def stripe_failure(error: Exception) -> StripeFailure:
     status: int | None = getattr(error, "http_status", None)
-    facts = getattr(error, "error", None)
-    known = [getattr(facts, "code", None), getattr(facts, "type", None), status]
+    facts, headers = getattr(error, "error", None), getattr(error, "headers", None) or {}
+    names = (getattr(facts, "code", None), getattr(facts, "type", None), status)
     rest = None if status is None else 500 if status >= 500 else 400
-    row = next((STRIPE_FAILURES[k] for k in known if k and k in STRIPE_FAILURES), None)
-    hint = (getattr(error, "headers", None) or {}).get("Stripe-Should-Retry")
-    row = row or STRIPE_FAILURES[rest]
-    return replace(row, retried=True) if hint == "true" else row
+    row = STRIPE_FAILURES[next((n for n in names if n and n in STRIPE_FAILURES), rest)]
+    return row._replace(retried=row.retried or headers.get("Stripe-Should-Retry") == "true")
 
 
 @contextmanager

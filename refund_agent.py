@@ -28,12 +28,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
-from temporalio.exceptions import (
-    ActivityError,
-    ApplicationError,
-    WorkflowAlreadyStartedError,
-    is_cancelled_exception,
-)
+from temporalio.exceptions import ActivityError, ApplicationError, WorkflowAlreadyStartedError
+from temporalio.exceptions import is_cancelled_exception as is_cancelled
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
@@ -125,8 +121,8 @@ class PolicyCheck:
 
 @dataclass(frozen=True)
 class Question:
-    """`to` is customer or reviewer. The id is made of that, the turn and a digest of the text, so an
-    answer that a reset applies again answers this very question or none."""
+    """`to` is customer or reviewer. The id holds the turn and a digest of the text, so that an
+    answer which a reset applies again answers this very question or none."""
 
     to: str
     turn: int
@@ -134,8 +130,7 @@ class Question:
 
     @property
     def id(self) -> str:
-        digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
-        return f"{self.to}-{self.turn}-{digest}"
+        return f"{self.to}-{self.turn}-{hashlib.sha256(self.text.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -149,10 +144,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """`action` is one of `ACTIONS` once `refusal` has looked at it; until then, anything.
-
-    `text` is the question, or the reason for the decision; `amount` is in minor units.
-    """
+    """`action` is one of `ACTIONS` once `refusal` has looked at it; until then, anything. `text` is
+    the question, or the reason for the decision; `amount` is in minor units."""
 
     action: str
     text: str = ""
@@ -237,8 +230,8 @@ TOLD = {
 # --- How the agent decides -----------------------------------------------------------------------
 
 INTAKE = ("Was the package opened?", "What was damaged?")
-LOOKUPS = {"lookup_order": "order", "lookup_customer_history": "history",
-           "check_refund_policy": "policy"}  # fmt: skip  # the field of Known that each one fills
+LOOKUPS = {  # and the field of Known that each one fills
+    "lookup_order": "order", "lookup_customer_history": "history", "check_refund_policy": "policy"}
 ACTIONS = ("ask", *LOOKUPS, "approve", "escalate", "deny")
 
 
@@ -424,8 +417,8 @@ async def carry_out(
 ) -> RefundResult:
     """Move the money, if that was decided, and remember the case under a key of its own."""
     result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
-    values = {"customer_id": request.customer_id, "order_id": request.order_id,
-              "outcome": result.outcome}  # fmt: skip
+    values = {"customer_id": request.customer_id, "order_id": request.order_id}
+    values |= {"outcome": result.outcome}
     if result.refund is not None:
         values |= {"refund_id": result.refund.id, "refunded": str(result.refund.money)}
     try:
@@ -506,15 +499,14 @@ def stripe_failure(error: Exception) -> StripeFailure:
 
 @contextmanager
 def stripe_errors(give_up_at: float | None = None) -> Iterator[None]:
-    """Turn an error of the client into its row. `from None` keeps its text, which may quote a key or
-    a customer, out of Event History. The time to give up is looked at only after an answer, so a
+    """Turn an error of the client into its row; `from None` keeps its text, which may quote a key
+    or a customer, out of Event History. The time to give up is looked at only after an answer, so a
     Worker that comes back late still makes its one try."""
     try:
         yield
     except Exception as error:
         row = stripe_failure(error)
-        late = give_up_at is not None and time.time() >= give_up_at
-        final = late or not row.retried
+        final = not row.retried or time.time() >= (give_up_at or float("inf"))
         raise ApplicationError(row.message, type=row.type, non_retryable=final) from None
 
 
@@ -566,8 +558,7 @@ class RefundActivities:
             return None
         with stripe_errors():
             payment = await self._stripe.v1.payment_intents.retrieve_async(
-                found.payment_intent, {"expand": ["latest_charge"]}
-            )
+                found.payment_intent, {"expand": ["latest_charge"]})
         charge = payment.latest_charge
         left = charge.amount - charge.amount_refunded if charge else 0
         price = Money(found.amount, payment.currency)
@@ -593,19 +584,15 @@ class RefundActivities:
         """Refund once, however often this runs.
 
         Two guards, each enough alone while it holds. The idempotency key is the same on every
-        attempt, but Stripe forgets keys after a day. The case id in the metadata stays for good, but
-        cannot see a request that is still on its way. A refund that is there is reported, never
+        attempt, but Stripe forgets keys after a day. The case id in the metadata stays for good,
+        but cannot see a request that is still on its way. A refund that is there is reported, never
         added to, whatever its key, amount or status.
         """
         with stripe_errors(order.give_up_at):
             done = await self._refund_of_case(order) or await self._stripe.v1.refunds.create_async(
-                {
-                    "payment_intent": order.payment_intent,
-                    "amount": order.money.amount,
-                    "metadata": {"case_id": order.case_id},
-                },
-                {"idempotency_key": order.idempotency_key},
-            )
+                {"payment_intent": order.payment_intent, "amount": order.money.amount,
+                 "metadata": {"case_id": order.case_id}},
+                {"idempotency_key": order.idempotency_key})
         return Refund(done.id, done.status, Money(done.amount, done.currency))
 
     async def _refund_of_case(self, order: RefundOrder) -> Any:
@@ -638,8 +625,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class CaseInput:
-    """What a run starts from: the request, and what the run before it handed over, if there was one.
-    `answers` maps question ids to answers that were not used yet."""
+    """What a run starts from: the request, and what the run before it handed over. `answers` maps
+    question ids to answers that were not used yet."""
 
     request: RefundRequest
     known: Known = Known()
@@ -657,10 +644,8 @@ class RefundAgent:
         self._question: Question | None = None
         self._phase, self._next_action, self._ignored = "starting", "", ""
         self._memory = xmemory.memory_for_workflow(
-            read_timeout=RECALL_TIMEOUT,
-            read_retry_policy=RECALL_RETRY,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT,
-        )
+            read_timeout=RECALL_TIMEOUT, read_retry_policy=RECALL_RETRY,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT)
 
     @workflow.run
     async def run(self, given: CaseInput) -> RefundResult:
@@ -711,12 +696,9 @@ class RefundAgent:
         self._phase, self._next_action = "working", step.__name__
         with one_error():
             return await workflow.execute_activity_method(
-                step,
-                argument,
-                start_to_close_timeout=STEP_TIMEOUT,
+                step, argument, start_to_close_timeout=STEP_TIMEOUT,
                 heartbeat_timeout=HEARTBEAT_TIMEOUT,
-                retry_policy=REFUND_RETRY if step.__name__ == "issue_refund" else STEP_RETRY,
-            )
+                retry_policy=REFUND_RETRY if step.__name__ == "issue_refund" else STEP_RETRY)
 
     async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
         self._phase, self._next_action = "working", "recall"
@@ -738,9 +720,8 @@ class RefundAgent:
         try:
             await workflow.wait_condition(
                 lambda: question.id in self._answers or info.is_continue_as_new_suggested(),
-                timeout=max(PATIENCE[question.to] - waited, timedelta(0)),
-            )
-        except asyncio.TimeoutError:
+                timeout=max(PATIENCE[question.to] - waited, timedelta(0)))
+        except TimeoutError:
             return None
         if question.id not in self._answers:
             workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
@@ -754,7 +735,7 @@ def one_error() -> Iterator[None]:
     try:
         yield
     except (ActivityError, ApplicationError) as error:
-        if is_cancelled_exception(error):
+        if is_cancelled(error):
             raise
         cause = error.cause if isinstance(error, ActivityError) else error
         if not isinstance(cause, ApplicationError):
@@ -778,18 +759,14 @@ def case_id_for(request: RefundRequest) -> str:
 
 
 async def start_case(
-    client: Client,
-    request: RefundRequest,
-    *,
-    task_queue: str,
-    case_id: str | None = None,
+    client: Client, request: RefundRequest, *, task_queue: str, case_id: str | None = None,
     task_timeout: timedelta | None = None,
 ) -> Case:
-    """Start a case, or find it: while it runs, and after it ended well, there is only this one.
+    """Start a case, or find it: while it runs, and after it ended well, there is only this one. One
+    that failed, was canceled or was terminated is started anew.
 
-    Only a case that failed, was canceled or was terminated is started anew. `task_timeout` bounds
-    how long a Workflow Task stays with a Worker that died (10 seconds if None). Raises Refused for
-    a malformed request and for another customer's case.
+    `task_timeout` bounds how long a Workflow Task stays with a Worker that died (None: 10 seconds).
+    Raises Refused for a malformed request, and for a case of another customer.
     """
     if not (ID_PART.fullmatch(request.order_id) and ID_PART.fullmatch(request.customer_id)):
         raise Refused("an order or customer id is 1 to 64 letters, digits, - or _")
@@ -798,15 +775,10 @@ async def start_case(
     id = case_id or case_id_for(request)
     try:
         case: Case = await client.start_workflow(
-            RefundAgent.run,
-            CaseInput(request),
-            id=id,
-            task_queue=task_queue,
-            task_timeout=task_timeout,
-            memo={"customer_id": request.customer_id},
+            RefundAgent.run, CaseInput(request), id=id, task_queue=task_queue,
+            task_timeout=task_timeout, memo={"customer_id": request.customer_id},
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
-        )
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY)
     except WorkflowAlreadyStartedError:
         case = client.get_workflow_handle_for(RefundAgent.run, id)
     if await (await case.describe()).memo_value("customer_id", None) != request.customer_id:
@@ -814,20 +786,9 @@ async def start_case(
     return case
 
 
-async def send_answer(case: Case, answer: Answer) -> None:
-    """Send the customer's answer. Raises Refused, with words for the customer, if it would be
-    ignored. While no Worker is alive it is accepted unseen, and used later."""
-    await _check(case, answer)
-    await case.signal(RefundAgent.answer, answer)
-
-
-async def send_review(case: Case, answer: Answer) -> None:
-    """Send the reviewer's decision; otherwise as `send_answer`."""
-    await _check(case, answer)
-    await case.signal(RefundAgent.review, answer)
-
-
-async def _check(case: Case, answer: Answer) -> None:
+async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> None:
+    """Send the answer of the customer, or of the reviewer. Raises Refused, with words for a person,
+    if it would be ignored. While no Worker is alive it is accepted unseen, and used later."""
     if not answer.text.strip():
         raise Refused("this message is empty; please write something")
     if len(answer.text) > MAX_TEXT:
@@ -836,33 +797,20 @@ async def _check(case: Case, answer: Answer) -> None:
         raise Refused("this case is closed; please open a new one if something is left to do")
     try:
         question = (await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)).question
-    except RPCError:
-        return
-    if question is None or question.id != answer.question_id:
-        raise Refused("this question is not open any more; nothing is lost, please go on")
+    except RPCError:  # nobody can tell now
+        question = None
+    else:
+        if question is None or question.id != answer.question_id:
+            raise Refused("this question is not open any more; nothing is lost, please go on")
+    await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)
 
 
 def build_worker(
-    client: Client,
-    task_queue: str,
-    *,
-    stripe: Any,
-    shop: Shop,
-    decider: Decider,
+    client: Client, task_queue: str, *, stripe: Any, shop: Shop, decider: Decider,
     memory: xmemory.XmemoryInstance,
 ) -> Worker:
     """The one registration, for every Worker; start it with `await worker.run()`."""
     steps = RefundActivities(stripe=stripe, shop=shop, decider=decider)
-    return Worker(
-        client,
-        task_queue=task_queue,
-        workflows=[RefundAgent],
-        activities=[
-            steps.agent_decide_next_step,
-            steps.lookup_order,
-            steps.lookup_customer_history,
-            steps.check_refund_policy,
-            steps.issue_refund,
-            *xmemory.MemoryActivities(memory).all(),
-        ],
-    )
+    return Worker(client, task_queue=task_queue, workflows=[RefundAgent], activities=[
+        steps.agent_decide_next_step, steps.lookup_order, steps.lookup_customer_history,
+        steps.check_refund_policy, steps.issue_refund, *xmemory.MemoryActivities(memory).all()])

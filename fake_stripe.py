@@ -41,7 +41,7 @@ class StripeError(Exception):
     """Branch on `http_status` and `error.code`. `code` itself is None on most classes even when
     `error.code` is set: that is the SDK's habit, kept here."""
 
-    def __init__(self, message: str, http_status: int | None, type: str = "api_error",
+    def __init__(self, message: str, http_status: int | None = None, type: str = "api_error",
                  code: str | None = None, param: str | None = None, *,
                  should_retry: bool = False, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

@@ -76,12 +76,14 @@ from refund_agent import (
 CONNECT_SECONDS = 8.0  # to reach a Temporal server; a person waits no longer for a clear line
 SERVER_SECONDS = 20.0  # for our own dev server to come up on a busy machine
 POLL_SECONDS = 0.03  # how often the parent looks whether something is there yet
+END_SECONDS = 3.0  # for a child to end by itself once its standard input has closed
 TASK_TIMEOUT = timedelta(seconds=2)  # a Workflow Task in the hands of a dead Worker comes back
 QUERY_TIMEOUT = timedelta(seconds=5)  # a Worker that is busy replaying answers a Query late
 DAY_SECONDS = 24 * 60 * 60
 LAST_LINES = 15  # of a failed child's output
 MAX_LINE = 1 << 20  # bytes of one message on the loopback socket
-FAST_TIMERS = ["--dynamic-config-value", 'history.timerProcessorMaxTimeShift="10ms"']
+# A stock dev server rounds a wait of less than a second up to one. Only speed depends on this.
+FAST_TIMERS = 'history.timerProcessorMaxTimeShift="10ms"'
 
 T = TypeVar("T")
 
@@ -191,6 +193,8 @@ async def _carry_out(
     options = {name: unpack(option) for name, option in request["options"].items()}
     try:
         result: Any = await method(*arguments, **options)
+    except HarnessError:
+        raise  # for the person at the terminal, not for the caller
     except Exception as error:
         on_call(Call(request["pid"], request["path"], arguments, error))
         facts = {n: pack(v) for n, v in vars(error).items() if not n.startswith("_")}
@@ -476,23 +480,23 @@ class Child:
         await self.process.wait()
 
     async def until(
-        self, wait: Callable[[], Awaitable[T]], seconds: float, what: str
+        self, wait: Callable[[], Coroutine[Any, Any, T]], seconds: float, what: str
     ) -> T:
         """Wait for something this child should do. If it dies before, or takes too long, say so
         with its last lines."""
-        result: list[T] = []
-
-        async def watch() -> None:
-            await self.process.wait()
-            raise HarnessError(f"{self.name} ended unexpectedly.\n{self.last_lines()}")
-
-        with anyio.move_on_after(seconds):
-            async with background(watch):
-                result.append(await wait())
-        if not result:
-            late = f"{self.name} did not come to {what} within {seconds:.0f} seconds."
-            raise HarnessError(f"{late}\n{self.last_lines()}")
-        return result[0]
+        waiting = asyncio.ensure_future(wait())
+        dead = asyncio.ensure_future(self.process.wait())
+        try:
+            await asyncio.wait(
+                [waiting, dead], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            late = f"did not come to {what} within {seconds:.0f} seconds"
+            why = "ended unexpectedly" if dead.done() else late
+            raise HarnessError(f"{self.name} {why}.\n{self.last_lines()}".strip())
+        finally:
+            waiting.cancel()
+            dead.cancel()
 
     def last_lines(self) -> str:
         self.output.seek(0)
@@ -520,6 +524,10 @@ async def child(
             yield started
         finally:
             with anyio.CancelScope(shield=True):
+                assert process.stdin is not None
+                await process.stdin.aclose()
+                with anyio.move_on_after(END_SECONDS):
+                    await process.wait()
                 await started.kill()
                 await process.aclose()
 
@@ -643,8 +651,8 @@ class HarnessPlugin(SimplePlugin):
     waits for a dead Worker's private queue, and every Workflow Task is a full replay, which checks
     determinism. It costs throughput, so `build_worker` leaves the cache alone."""
 
-    def __init__(self, gate: Any, *, cache: bool) -> None:
-        super().__init__("harness", interceptors=[GateInterceptor(gate)])
+    def __init__(self, gate: Any = None, *, cache: bool = False) -> None:
+        super().__init__("harness", interceptors=[GateInterceptor(gate)] if gate else [])
         self.cache = cache
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
@@ -748,46 +756,47 @@ async def temporal_server(*, ui: bool = False) -> AsyncIterator[Server]:
     yield server
 
 
-# Ends the server when our end of its standard input closes, however we ended.
+# Runs the server and ends it when our end of the standard input closes, however we ended.
 KEEPER = """
 import os, subprocess, sys, threading
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 threading.Thread(target=lambda: os._exit(server.wait()), daemon=True).start()
 sys.stdin.read()
 server.kill()
-server.wait()
+threading.Event().wait()
 """
 
 
 @asynccontextmanager
-async def dev_server(*, ui: bool = False, fast_timers: bool = True) -> AsyncIterator[Server]:
-    """A Temporal dev server of our own, in memory, on free loopback ports."""
+async def dev_server(
+    *, ui: bool = False, config: Sequence[str] = (FAST_TIMERS,)
+) -> AsyncIterator[Server]:
+    """A Temporal dev server of our own, in memory, on free loopback ports. `config` is its dynamic
+    configuration, `key=value` each; empty makes it a stock server."""
+    settings = [part for value in config for part in ("--dynamic-config-value", value)]
     binary = temporal_binary()
     if binary is None:
-        async with _downloaded_server(ui=ui, fast_timers=fast_timers) as server:
+        async with _downloaded_server(ui, settings) as server:
             yield server
         return
     port, ui_port = _free_ports()
     command = [sys.executable, "-S", "-c", KEEPER, binary, "server", "start-dev"]
     command += ["--ip", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
-    command += FAST_TIMERS if fast_timers else []
+    command += settings
     async with child("the Temporal server", command) as process:
         ui_address = f"http://127.0.0.1:{ui_port}" if ui else ""
         yield Server(f"127.0.0.1:{port}", process, ui_address)
 
 
 @asynccontextmanager
-async def _downloaded_server(*, ui: bool, fast_timers: bool) -> AsyncIterator[Server]:
+async def _downloaded_server(ui: bool, settings: list[str]) -> AsyncIterator[Server]:
     from temporalio.testing import WorkflowEnvironment  # slow to import, and hardly ever needed
 
     try:
         with quiet_stdout():  # the server inherits it, and greets
             environment = await WorkflowEnvironment.start_local(
-                ui=ui,
-                dev_server_log_level="error",
-                dev_server_extra_args=FAST_TIMERS if fast_timers else [],
-            )
+                ui=ui, dev_server_log_level="error", dev_server_extra_args=settings)
     except RuntimeError:
         raise HarnessError(
             "There is no `temporal` beside this Python or on PATH, and it could not be downloaded. "
@@ -883,8 +892,6 @@ def _explained(error: BaseException) -> int:
         return 128 + 2
     if isinstance(error, asyncio.CancelledError):
         return 128 + 15
-    if any(isinstance(cause, EOFError) for cause in causes):
-        known = [HarnessError("\nThe input ended before the case did.")]
     if known:
         print(known[0], file=sys.stderr)
         return 1

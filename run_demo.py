@@ -27,7 +27,7 @@ try:
 
     import harness
     import refund_agent
-    from harness import Call, Child, Fixture, Server, World, background
+    from harness import Call, Child, Fixture, HarnessError, Server, World, background
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed with: pip install -e .")
 
@@ -136,7 +136,11 @@ class Scenario:
             return Answer(question.id, text, approve=not to_customer)
         prompt = f"{'your answer' if to_customer else 'approve? y/n':>14}> "
         while True:
-            text = (await anyio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)).strip()
+            try:
+                typed = await anyio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
+            except EOFError:
+                raise HarnessError("The input ended before the case did.") from None
+            text = typed.strip()
             if to_customer and 0 < len(text) <= refund_agent.MAX_TEXT:
                 return Answer(question.id, text)
             if not to_customer and text.lower() in ("y", "n"):

@@ -1,0 +1,31 @@
+"""Record the history that test_replay.py replays: `python tests/record_history.py`.
+
+Run it only when the loop is meant to change, and read the difference.
+"""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+from conftest import Desk
+
+import harness
+from harness import HarnessPlugin
+
+HISTORY = Path(__file__).parent / "histories" / "escalated.json"
+
+
+async def record() -> None:
+    async with harness.dev_server() as server:
+        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin()]))
+        async with desk.open("1235") as case:
+            await case.result()
+        text = (await case.fetch_history()).to_json()
+    text = re.sub(r'"identity": "[^"]*"', '"identity": "worker"', text)  # no host name, no pid
+    HISTORY.write_text(json.dumps(json.loads(text), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(record())
+    harness.leave(0)

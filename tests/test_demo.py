@@ -1,0 +1,148 @@
+"""`python run_demo.py` as a stranger uses it: a subprocess, its output and its exit code."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import run_demo
+from harness import Server
+
+DEMO = Path(run_demo.__file__)
+MARK = "REFUND_DEMO_TEST"  # in the environment of a demo, and of all that it starts
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Fails the test if anything that carries the mark is still alive afterwards."""
+    value = str(uuid.uuid4())
+    yield value
+    deadline = time.monotonic() + 5
+    while (left := alive(value)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def alive(mark: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_text(errors="replace"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@asynccontextmanager
+async def demo(
+    mark: str, *arguments: str, python: tuple[str, ...] = (), **env: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *python, str(DEMO), *arguments, cwd="/", env={**os.environ, MARK: mark, **env},
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def output(mark: str, *arguments: str, **env: str) -> tuple[int | None, str, str]:
+    async with demo(mark, *arguments, **env) as process:
+        out, err = await process.communicate()
+        return process.returncode, out.decode(), err.decode()
+
+
+async def test_two_demos_at_once_one_of_them_on_a_given_server(mark: str, server: Server) -> None:
+    own, given = await asyncio.gather(
+        output(mark, PYTHONIOENCODING="ascii"), output(mark, TEMPORAL_ADDRESS=str(server.address)))
+    for code, out, err in (own, given):
+        assert (code, err) == (0, "")
+        assert "NOT OBSERVED" not in out and out.count("  observed  ") == 8
+        assert "\x1b" not in out and out.isascii()
+    client = await server.client()
+    assert await client.count_workflows("WorkflowId STARTS_WITH 'refund-1234-1-'")
+
+
+async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
+    async with demo(mark) as process:
+        assert process.stdout and process.stderr
+        assert await process.stdout.readline()
+        process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+        assert await process.stderr.read() == b""
+        assert await process.wait() == 141
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", ["1. Without", "2. With", "SIGKILL"])
+async def test_an_interrupt_cleans_up(
+    mark: str, signum: signal.Signals, code: int, moment: str
+) -> None:
+    async with demo(mark) as process:
+        assert process.stdout and process.stderr
+        while moment not in (await process.stdout.readline()).decode():
+            pass
+        process.send_signal(signum)
+        started = time.monotonic()
+        err = (await process.communicate())[1].decode()
+        assert process.returncode == code and time.monotonic() - started < 5
+        assert len(err.strip().splitlines()) <= 1 and "Traceback" not in err
+
+
+async def test_an_unreachable_server_is_one_line(mark: str) -> None:
+    started = time.monotonic()
+    code, _, err = await output(mark, TEMPORAL_ADDRESS="127.0.0.1:1")
+    assert code == 1 and err == "No Temporal server answers at 127.0.0.1:1.\n"
+    assert time.monotonic() - started < 10
+
+
+async def test_missing_packages_are_one_line(mark: str) -> None:
+    async with demo(mark, python=("-I", "-S")) as process:
+        out, err = await process.communicate()
+    assert process.returncode == 1 and out == b""
+    assert err.decode().count("\n") == 1 and "pip install -e ." in err.decode()
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--crash", "nowhere"], ["--order", "a b"], ["--order", "1236", "--crash", "before-refund"]])
+def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_demo.parse(arguments)
+    assert left.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+async def test_the_person_at_the_terminal_can_be_the_customer(mark: str) -> None:
+    async with demo(mark, "--ask") as process:
+        out, _ = await process.communicate(b"\nyes\nthe lid\nyes\nthe lid\nyes\nthe lid\n")
+    assert process.returncode == 0 and b"please type an answer" in out
+
+
+async def test_an_input_that_ends_too_soon_is_one_line(mark: str) -> None:
+    async with demo(mark, "--ask") as process:
+        _, err = await process.communicate(b"yes\n")
+    assert process.returncode == 1 and err.strip() == b"The input ended before the case did."
+
+
+def test_a_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo.say("customer", "a\x1b[2Jb\rc\nd\u202ee")
+    assert capsys.readouterr().out.strip() == "customer  a?[2Jb?c?d?e"
+
+
+def test_a_claim_that_was_not_observed_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    options = run_demo.Options("1234", "before-refund", typed=False, ui=False)
+    plain = run_demo.Plain(options, "agent", "case")
+    durable = run_demo.Durable(options, "worker", "case")
+    durable.survived = run_demo.harness.Survived([], [], "wait")
+    plain.killed_at = durable.killed_at = 1.0
+    assert run_demo.show_counts(plain, durable) == 1
+    assert "NOT OBSERVED  the plain process made the customer start over" in capsys.readouterr().out

@@ -263,13 +263,20 @@ def scope_to(object_type: str, key: Mapping[str, Any]) -> Scope:
 # --- The Activities ------------------------------------------------------------------------------
 
 
-class XmemoryInstance(Protocol):
-    """What is used of the client's instance handle."""
+Method = Callable[..., Awaitable[Any]]
 
-    async def read(self, query: str, **options: Any) -> Any: ...
-    async def write(self, text: str = "", **options: Any) -> Any: ...
-    async def write_async(self, text: str = "", **options: Any) -> Any: ...
-    async def write_status(self, write_id: str, **options: Any) -> Any: ...
+
+class XmemoryInstance(Protocol):
+    """What is used of the client's instance handle: four of its coroutine methods."""
+
+    @property
+    def read(self) -> Method: ...
+    @property
+    def write(self) -> Method: ...
+    @property
+    def write_async(self) -> Method: ...
+    @property
+    def write_status(self) -> Method: ...
 
 
 class MemoryActivities:
@@ -330,7 +337,7 @@ class MemoryActivities:
             raise failure(WRITE_FAILED, facts | {"error_detail": status.error_detail})
         raise _not_finished(facts, input.max_wait_seconds)
 
-    async def _write(self, call: Callable[..., Awaitable[Any]], input: WriteInput) -> WriteOutput:
+    async def _write(self, call: Method, input: WriteInput) -> WriteOutput:
         try:
             with mapped_errors():
                 written = await call(**input.arguments(), timeout=client_timeout())

@@ -247,8 +247,8 @@ WHY = {
     "before-refund": "No request had left; the new Worker made the first and only one.",
     "refund-in-flight": """\
 One request, two calls or more, one refund: the Workflow's key is the same on every attempt. The
-new plain process had nothing left to make that key of, so the customer was paid twice. A key made of
-the order would have saved the money; the answers would be gone all the same.""",
+new plain process had nothing left to make that key of, so the customer was paid twice. A key made
+of the order would have saved the money; the answers would be gone all the same.""",
     "after-refund": """\
 Stripe had refunded and nobody here knew. Before it sends a request, the agent asks Stripe for a
 refund of this case. It found one, in both scenarios.""",

@@ -6,14 +6,14 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 import run_demo
-from harness import Server
+from harness import Server, Survived
 
 DEMO = Path(run_demo.__file__)
 MARK = "REFUND_DEMO_TEST"  # in the environment of a demo, and of all that it starts
@@ -43,12 +43,12 @@ def alive(mark: str) -> list[str]:
 
 @asynccontextmanager
 async def demo(
-    mark: str, *arguments: str, python: tuple[str, ...] = (), **env: str
+    mark: str, *arguments: str, python: Sequence[str] = (), env: Mapping[str, str] = {}
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *python, str(DEMO), *arguments, cwd="/", env={**os.environ, MARK: mark, **env},
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE)
+        sys.executable, *python, str(DEMO), *arguments, cwd="/",
+        env={**os.environ, MARK: mark, **env}, stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     try:
         yield process
     finally:
@@ -57,8 +57,8 @@ async def demo(
             await process.wait()
 
 
-async def output(mark: str, *arguments: str, **env: str) -> tuple[int | None, str, str]:
-    async with demo(mark, *arguments, **env) as process:
+async def output(mark: str, **env: str) -> tuple[int | None, str, str]:
+    async with demo(mark, env=env) as process:
         out, err = await process.communicate()
         return process.returncode, out.decode(), err.decode()
 
@@ -115,7 +115,9 @@ async def test_missing_packages_are_one_line(mark: str) -> None:
 
 @pytest.mark.parametrize("arguments", [
     ["--crash", "nowhere"], ["--order", "a b"], ["--order", "1236", "--crash", "before-refund"]])
-def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         run_demo.parse(arguments)
     assert left.value.code == 2 and "error:" in capsys.readouterr().err
@@ -142,7 +144,7 @@ def test_a_claim_that_was_not_observed_fails_the_demo(capsys: pytest.CaptureFixt
     options = run_demo.Options("1234", "before-refund", typed=False, ui=False)
     plain = run_demo.Plain(options, "agent", "case")
     durable = run_demo.Durable(options, "worker", "case")
-    durable.survived = run_demo.harness.Survived([], [], "wait")
+    durable.survived = Survived([], [], "wait")
     plain.killed_at = durable.killed_at = 1.0
     assert run_demo.show_counts(plain, durable) == 1
     assert "NOT OBSERVED  the plain process made the customer start over" in capsys.readouterr().out

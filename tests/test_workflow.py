@@ -21,6 +21,7 @@ from refund_agent import (
     Case,
     Question,
     RefundAgent,
+    RefundRequest,
     Refused,
     Step,
     case_id_for,
@@ -61,22 +62,22 @@ async def test_the_answer_counts_that_was_there_first(desk: Desk) -> None:
             await send_answer(case, Answer(first.id, "no"))
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"text": "  "}, "empty"), ({"text": "x" * (MAX_TEXT + 1)}, "longer than 2,000"),
-    ({"question_id": "nonsense"}, "unknown question"),
-    ({"question_id": "customer-0-00000000"}, "not open"),
-    ({"question_id": "reviewer-0-00000000"}, "unknown question"),
+@pytest.mark.parametrize(("id", "text", "why"), [
+    ("", "  ", "empty"), ("", "x" * (MAX_TEXT + 1), "longer than 2,000"),
+    ("nonsense", "yes", "unknown question"), ("customer-0-00000000", "yes", "not open"),
+    ("reviewer-0-00000000", "yes", "unknown question"),
 ])
 async def test_a_message_that_cannot_be_used_harms_nothing(
-    desk: Desk, change: dict[str, str], why: str
+    desk: Desk, id: str, text: str, why: str
 ) -> None:
     async with desk.worker():
         case = await desk.start()
-        answer = Answer((await question_of(case)).id, "yes")
-        await case.signal(RefundAgent.answer, replace(answer, **change))
+        answer = Answer(id or (await question_of(case)).id, text)
+        await question_of(case)
+        await case.signal(RefundAgent.answer, answer)
         assert why in await ignored(case)
         with pytest.raises(Refused):
-            await send_answer(case, replace(answer, **change))
+            await send_answer(case, answer)
         async with background(partial(desk.world.people.converse, case)):
             assert (await case.result()).outcome == "refund succeeded"
 
@@ -147,12 +148,12 @@ async def test_another_customer_is_refused_the_case(desk: Desk) -> None:
         await start_case(desk.client, stranger, task_queue=desk.queue, case_id=case.id)
 
 
-@pytest.mark.parametrize("change", [
-    {"order_id": ""}, {"order_id": "a b"}, {"customer_id": "x" * 65}, {"message": "x" * 2_001}])
-async def test_a_malformed_request_is_refused(desk: Desk, change: dict[str, str]) -> None:
+@pytest.mark.parametrize("request_", [
+    RefundRequest("", "ada", "hello"), RefundRequest("a b", "ada", "hello"),
+    RefundRequest("1234", "x" * 65, "hello"), RefundRequest("1234", "ada", "x" * 2_001)])
+async def test_a_malformed_request_is_refused(desk: Desk, request_: RefundRequest) -> None:
     with pytest.raises(Refused):
-        await start_case(
-            desk.client, replace(request_for("1234"), **change), task_queue=desk.queue)
+        await start_case(desk.client, request_, task_queue=desk.queue)
 
 
 def test_the_case_id_follows_from_the_order_line() -> None:

@@ -17,7 +17,8 @@ import copy
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -158,6 +159,8 @@ class FakeStripe:
     def settle(self, refund_id: str, status: str, failure_reason: str = "unknown") -> None:
         """Let a refund move on, as banks do later: pending to succeeded, succeeded to failed."""
         refund = self.refunds[refund_id]
+        if refund["status"] in DEAD:
+            raise ValueError("a refund that failed or was canceled stays so")
         refund["status"] = status
         refund.pop("pending_reason", None)
         if status in DEAD:
@@ -174,7 +177,7 @@ class FakeStripe:
     def hold_next_create(self, where: str) -> asyncio.Event:
         """Stop the next create `before` Stripe acts, or `after` that but before it answers, until
         `release` is called. The event says that it is held."""
-        self._hold = where
+        self._hold, self._held, self._released = where, asyncio.Event(), asyncio.Event()
         return self._held
 
     def release(self) -> None:
@@ -189,32 +192,53 @@ class FakeStripe:
     async def post(self, endpoint: str, path: str, params: Params, options: Params | None,
                    check: Callable[[], Effect]) -> SimpleNamespace:
         """`check` validates, and a refusal there is not stored; one by the effect it returns is."""
-        key = (options or {}).get("idempotency_key")
-        request_id = self.receive(endpoint, key)
-        fault = self.take_fault(endpoint)
-        if fault and not fault.acted and fault.error.http_status in IN_FRONT:
-            raise copy.copy(fault.error)
-        if stored := self._known(key, path, params):
-            return self._answer(stored, request_id, key, {"Idempotent-Replayed": "true"})
-        effect = check()
-        stored = _Stored(path, copy.deepcopy(dict(params)), time.time(), request_id)
+        key = (options or {}).get("idempotency_key") or None
+        with self.received(endpoint, key) as request_id:
+            fault = self.take_fault(endpoint)
+            lost = fault and fault.error.http_status in IN_FRONT
+            if fault and lost and not fault.acted:
+                raise copy.copy(fault.error)
+            headers = {}
+            if stored := self._known(key, path, params):
+                headers = {"Idempotent-Replayed": "true"}
+            else:
+                effect = check()
+                stored = _Stored(path, copy.deepcopy(dict(params)), time.time(), request_id)
+                await self._act(stored, key, effect, fault)
+            if fault and lost:
+                raise copy.copy(fault.error)
+            return self._answer(stored, request_id, key, headers)
+
+    async def _act(self, stored: _Stored, key: str | None, effect: Effect,
+                   fault: _Fault | None) -> None:
         if key is not None:
             self._keys[key] = stored
-        await self._pause("before")
-        stored.outcome = self._outcome(effect, fault)
+        try:
+            await self._pause("before")
+            stored.outcome = self._outcome(effect, fault)
+        finally:
+            if stored.outcome is None:  # canceled before it acted: as if it had never come
+                self._keys.pop(key or "", None)
         await asyncio.sleep(self.answer_delay_seconds)
         await self._pause("after")
-        if fault and fault.acted:
-            raise copy.copy(fault.error)
-        return self._answer(stored, request_id, key, {})
 
-    def receive(self, endpoint: str, key: str | None = None) -> str:
-        """Count the call and check the API key; the id of the request."""
+    @contextmanager
+    def received(self, endpoint: str, key: str | None = None) -> Iterator[str]:
+        """Count the call, check the API key, and give the request its id, also on a refusal."""
         self.calls.append(Call(endpoint, key))
+        request_id = self.new_id("req")
+        try:
+            self._authenticate()
+            yield request_id
+        except StripeError as error:
+            if error.http_status is not None and error.request_id is None:
+                error.request_id = error.headers["Request-Id"] = request_id
+            raise
+
+    def _authenticate(self) -> None:
         if not (self.api_key or "").startswith(("sk_test_", "rk_test_")):
             raise AuthenticationError("The Stripe stand-in takes only sk_test_... and rk_test_... "
                                       "keys.", 401, "invalid_request_error")
-        return self.new_id("req")
 
     def take_fault(self, endpoint: str) -> _Fault | None:
         for fault in self._faults:
@@ -261,9 +285,9 @@ class FakeStripe:
 
     async def _pause(self, where: str) -> None:
         if self._hold == where:
-            self._hold = ""
+            self._hold, released = "", self._released
             self._held.set()
-            await self._released.wait()
+            await released.wait()
 
     # --- the effect ------------------------------------------------------------------------------
 
@@ -287,9 +311,10 @@ class FakeStripe:
         if status == "pending":
             refund["pending_reason"] = "processing"
         self.refunds[refund["id"]] = refund
-        self._recount(charge)
         if status in DEAD:
+            refund["status"] = "pending"
             self.settle(refund["id"], status)
+        self._recount(charge)
         return refund
 
     def _left(self, charge: Record) -> int:
@@ -337,22 +362,26 @@ class _Refunds:
 
     async def retrieve_async(self, refund: str, params: Params | None = None,
                              options: Params | None = None) -> SimpleNamespace:
-        headers = _get(self._stripe, "refunds.retrieve")
-        if refund not in self._stripe.refunds:
-            _missing("refund", "id")
-        return stripe_object(self._stripe.refunds[refund], headers)
+        with _get(self._stripe, "refunds.retrieve") as headers:
+            if refund not in self._stripe.refunds:
+                _missing("refund", "id")
+            return stripe_object(self._stripe.refunds[refund], headers)
 
     async def list_async(self, params: Params | None = None,
                          options: Params | None = None) -> SimpleNamespace:
         """Newest first, a page at a time."""
-        headers, wanted = _get(self._stripe, "refunds.list"), dict(params or {})
+        wanted = dict(params or {})
         limit = min(int(wanted.pop("limit", DEFAULT_PAGE)), MAX_PAGE)
         after = wanted.pop("starting_after", None)
-        newest_first = list(reversed(self._stripe.refunds.values()))
-        found = [r for r in newest_first if all(r[name] == wanted[name] for name in wanted)]
-        start = [r["id"] for r in found].index(after) + 1 if after else 0
-        page = {"object": "list", "url": "/v1/refunds", "data": found[start:start + limit]}
-        return stripe_object(page | {"has_more": len(found) > start + limit}, headers)
+        with _get(self._stripe, "refunds.list") as headers:
+            newest_first = list(reversed(self._stripe.refunds.values()))
+            found = [r for r in newest_first if all(r[name] == wanted[name] for name in wanted)]
+            ids = [r["id"] for r in found]
+            if after and after not in ids:
+                _missing("refund", "starting_after")
+            start = ids.index(after) + 1 if after else 0
+            page = {"object": "list", "url": "/v1/refunds", "data": found[start:start + limit]}
+            return stripe_object(page | {"has_more": len(found) > start + limit}, headers)
 
     def _charge(self, params: Params) -> Record | None:
         """The charge to refund, None if the payment has no successful one; or a refusal."""
@@ -377,24 +406,25 @@ class _PaymentIntents:
 
     async def retrieve_async(self, intent: str, params: Params | None = None,
                              options: Params | None = None) -> SimpleNamespace:
-        headers = _get(self._stripe, "payment_intents.retrieve")
-        if intent not in self._stripe.payments:
-            _missing("payment_intent", "intent")
-        record = dict(self._stripe.payments[intent])
-        if "latest_charge" in (params or {}).get("expand", ()) and record["latest_charge"]:
-            record["latest_charge"] = self._stripe.charges[record["latest_charge"]]
-        return stripe_object(record, headers)
+        with _get(self._stripe, "payment_intents.retrieve") as headers:
+            if intent not in self._stripe.payments:
+                _missing("payment_intent", "intent")
+            record = dict(self._stripe.payments[intent])
+            if "latest_charge" in (params or {}).get("expand", ()) and record["latest_charge"]:
+                record["latest_charge"] = self._stripe.charges[record["latest_charge"]]
+            return stripe_object(record, headers)
 
 
 # --- Small parts ---------------------------------------------------------------------------------
 
 
-def _get(stripe: FakeStripe, endpoint: str) -> dict[str, str]:
+@contextmanager
+def _get(stripe: FakeStripe, endpoint: str) -> Iterator[dict[str, str]]:
     """A read: counted and authenticated, never stored; a key given with it means nothing."""
-    request_id = stripe.receive(endpoint)
-    if fault := stripe.take_fault(endpoint):
-        raise copy.copy(fault.error)
-    return {"Request-Id": request_id}
+    with stripe.received(endpoint) as request_id:
+        if fault := stripe.take_fault(endpoint):
+            raise copy.copy(fault.error)
+        yield {"Request-Id": request_id}
 
 
 def _checked(params: Params) -> tuple[int | None, str | None]:

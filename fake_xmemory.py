@@ -102,7 +102,8 @@ class WriteStatusResult:
 @dataclass
 class _Job:
     id: str
-    mutations: Sequence[Mutation]
+    fact: tuple[str, str] | None  # what was extracted from the text, if it was a text
+    mutations: Sequence[Mutation] | None
     started_at: float
     ready_at: float  # when its extraction is done; it then still waits for older jobs
     status: str = "queued"
@@ -154,6 +155,7 @@ class FakeXmemory:
         """The first object type that the query names is what it asks for."""
         if read_mode not in READ_MODES:
             raise ValidationError(f"read_mode is one of {', '.join(READ_MODES)}")
+        _check_scope(scope)
         self._receive("read")
         self._advance()
         words = re.sub(r"[^a-z0-9]", "", query.lower())
@@ -223,9 +225,10 @@ class FakeXmemory:
             raise ValidationError(f"extraction_logic is one of {', '.join(LOGICS)}")
         for mutation in mutations or ():
             _operation(mutation)
+        _check_scope(scope)
         lost, now = self._receive(method), time.time()
-        work = self._extract(text) if mutations is None else copy.deepcopy(list(mutations))
-        job = _Job(f"w{len(self._jobs) + 1:05d}", work, now, now + self.job_seconds)
+        job = _Job(f"w{len(self._jobs) + 1:05d}", self._extract(text), copy.deepcopy(mutations),
+                   now, now + self.job_seconds)
         self._jobs[job.id] = job
         self._advance()
         if lost is not None:
@@ -248,12 +251,13 @@ class FakeXmemory:
     def _apply(self, job: _Job) -> None:
         """All mutations of a job, or none of them."""
         tables = copy.deepcopy(self.tables)
-        changes: dict[str, list[str]] = {name: [] for name in OPERATIONS.values()}
+        changes: Row = {done: {"objects": [], "relations": []} for done in OPERATIONS.values()}
         try:
-            for mutation in job.mutations:
+            for mutation in job.mutations or self._as_mutations(job.fact):
                 operation, wanted = _operation(mutation)
                 self._change(tables, operation, wanted)
-                changes[OPERATIONS[operation]].append(wanted["object_type"])
+                changed = {"name": wanted["object_type"], "fields": wanted[operation].get("values")}
+                changes[OPERATIONS[operation]]["objects"].append(changed)
         except XmemoryAPIError as error:
             job.status, job.error = "failed", error
             return
@@ -275,15 +279,20 @@ class FakeXmemory:
         values = table.get(key, dict(change["key"])) | dict(change["values"])
         table[key] = {field: value for field, value in values.items() if value is not None}
 
-    def _extract(self, text: str) -> list[Mutation]:
+    def _extract(self, text: str) -> tuple[str, str] | None:
         """One fact from `name: fact`; any other text holds nothing that is worth a row."""
         name, colon, fact = (part.strip() for part in text.partition(":"))
         if not colon:
+            return None
+        forked = self.forks and next(self._passes) > 0
+        return TITLES.sub("", name) if forked else name, fact
+
+    def _as_mutations(self, fact: tuple[str, str] | None) -> list[Mutation]:
+        """A fact about a known name updates its row, at the time it is applied."""
+        if fact is None:
             return []
-        if self.forks and next(self._passes) > 0:
-            name = TITLES.sub("", name)
-        operation = "update" if (("name", name),) in self.tables[FACTS] else "create"
-        change = {"key": {"name": name}, "values": {"fact": fact}}
+        operation = "update" if (("name", fact[0]),) in self.tables[FACTS] else "create"
+        change = {"key": {"name": fact[0]}, "values": {"fact": fact[1]}}
         return [{"object_mutation": {"object_type": FACTS, operation: change}}]
 
     def _covered(self, scope: Scope | None) -> list[Row]:
@@ -291,16 +300,20 @@ class FakeXmemory:
         covered: list[Row] = []
         for named in scope["objects"] if scope else ():
             key = named["key"]["key"]
-            if not key:
-                raise ValidationError("a scope needs a key")
             if tuple(sorted(key.items())) not in self.tables.get(named["type"], {}):
                 raise refused(f"no {named['type']} with this key")
-            for table in self.tables.values():
-                covered += [row for row in table.values() if key.items() <= row.items()]
+            for name, table in self.tables.items():
+                if name == named["type"] or not key.keys() & set(self.schema[name]):
+                    covered += [row for row in table.values() if key.items() <= row.items()]
         return covered
 
 
 # --- Small parts ---------------------------------------------------------------------------------
+
+
+def _check_scope(scope: Scope | None) -> None:
+    if scope and not all(named["key"]["key"] for named in scope["objects"]):
+        raise ValidationError("a scope needs a key")
 
 
 def _operation(mutation: Mutation) -> tuple[str, Row]:

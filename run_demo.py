@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -215,7 +215,7 @@ class Plain(Scenario):
 class Durable(Scenario):
     """The loop as a Workflow. After the kill, a new Worker goes on where the dead one stood."""
 
-    async def play(self, server: Server, first: Child, job: dict[str, object]) -> None:
+    async def play(self, server: Server, first: Child, job: Mapping[str, str | None]) -> None:
         client, world = await server.client(), self.world
         say("customer", self.options.request.message)
         case = await refund_agent.start_case(
@@ -317,7 +317,7 @@ async def demo(options: Options) -> int:
         if not server.ours:  # other people use that server, too
             case_id = f"{case_id}-{uuid.uuid4().hex[:8]}"
         plain, durable = Plain(options, "agent", case_id), Durable(options, "worker", case_id)
-        job: dict[str, object] = {"temporal": server.address, "task_queue": f"demo-{uuid.uuid4()}"}
+        job = {"temporal": server.address, "task_queue": f"demo-{uuid.uuid4()}", "worker": "demo"}
         async with plain.world.open(), durable.world.open():
             heading("1. Without Temporal: the loop in a plain process")
             await plain.until_the_kill()

@@ -34,7 +34,7 @@ def demo_seconds() -> float:
 async def kill_once(server: harness.Server, crash: str) -> harness.Tally:
     options = Options("1234", crash, typed=False, ui=False)
     durable = Durable(options, "worker", f"benchmark-{uuid.uuid4()}")
-    job: dict[str, object] = {"temporal": server.address, "task_queue": str(uuid.uuid4())}
+    job = {"temporal": server.address, "task_queue": str(uuid.uuid4()), "worker": "demo"}
     async with durable.world.open():
         async with harness.agent("worker", durable.world, job, durable.narrator) as first:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -1,5 +1,6 @@
 """One Temporal dev server for the suite; a fresh world and a fresh Task Queue for every test."""
 
+import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -92,13 +93,31 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture(scope="session")
 async def client(server: Server) -> Client:
-    """Its Workers have no cache, so every Workflow Task of the suite is a full replay."""
-    return await harness.connect(server.address, plugins=[HarnessPlugin()])
+    return await harness.connect(server.address, plugins=[HarnessPlugin("demo")])
 
 
 @pytest.fixture
 def desk(client: Client) -> Desk:
     return Desk(client)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name == "test_crash.py")  # the kills take longest
+
+
+@pytest_asyncio.fixture(scope="session", autouse=True)
+async def crash_scenarios(request: pytest.FixtureRequest) -> AsyncIterator[object]:
+    """Plays the kills of test_crash.py in the background of all the other tests."""
+    if not any(item.path.name == "test_crash.py" for item in request.session.items):
+        yield None
+        return
+    from crash_scenarios import play_all
+
+    async with harness.dev_server() as server:
+        playing = asyncio.create_task(play_all(server))
+        yield playing
+        playing.cancel()
+        await asyncio.wait([playing])
 
 
 status = pytest.ExitCode.OK

@@ -18,7 +18,7 @@ HISTORY = Path(__file__).parent / "histories" / "escalated.json"
 
 async def record() -> None:
     async with harness.dev_server() as server:
-        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin()]))
+        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("replaying")]))
         async with desk.open("1235") as case:
             await case.result()
         text = (await case.fetch_history()).to_json()

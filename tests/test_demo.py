@@ -57,19 +57,23 @@ async def demo(
             await process.wait()
 
 
-async def output(mark: str, **env: str) -> tuple[int | None, str, str]:
-    async with demo(mark, env=env) as process:
-        out, err = await process.communicate()
-        return process.returncode, out.decode(), err.decode()
+TYPED = b"\n" + b"yes\nthe lid\n" * 3  # the first line is empty and asked for again
 
 
-async def test_two_demos_at_once_one_of_them_on_a_given_server(mark: str, server: Server) -> None:
-    own, given = await asyncio.gather(
-        output(mark, PYTHONIOENCODING="ascii"), output(mark, TEMPORAL_ADDRESS=str(server.address)))
-    for code, out, err in (own, given):
-        assert (code, err) == (0, "")
-        assert "NOT OBSERVED" not in out and out.count("  observed  ") == 8
-        assert "\x1b" not in out and out.isascii()
+async def test_two_demos_at_once_one_of_them_typed_and_on_a_given_server(
+    mark: str, server: Server
+) -> None:
+    given = {"TEMPORAL_ADDRESS": str(server.address)}
+    async with (
+        demo(mark, env={"PYTHONIOENCODING": "ascii"}) as scripted,
+        demo(mark, "--ask", env=given) as typed,
+    ):
+        outputs = await asyncio.gather(scripted.communicate(), typed.communicate(TYPED))
+    assert (scripted.returncode, typed.returncode) == (0, 0)
+    for out, err in outputs:
+        assert err == b"" and b"NOT OBSERVED" not in out and out.count(b"  observed  ") == 8
+        assert b"\x1b" not in out and out.isascii()
+    assert b"please type an answer" in outputs[1][0]
     client = await server.client()
     assert await client.count_workflows("WorkflowId STARTS_WITH 'refund-1234-1-'")
 
@@ -83,8 +87,9 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
         assert await process.wait() == 141
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", ["1. Without", "2. With", "SIGKILL"])
+@pytest.mark.parametrize(("signum", "code", "moment"), [
+    (signal.SIGINT, 130, "1. Without"), (signal.SIGTERM, 143, "SIGKILL"),
+    (signal.SIGINT, 130, "2. With")])
 async def test_an_interrupt_cleans_up(
     mark: str, signum: signal.Signals, code: int, moment: str
 ) -> None:
@@ -101,8 +106,9 @@ async def test_an_interrupt_cleans_up(
 
 async def test_an_unreachable_server_is_one_line(mark: str) -> None:
     started = time.monotonic()
-    code, _, err = await output(mark, TEMPORAL_ADDRESS="127.0.0.1:1")
-    assert code == 1 and err == "No Temporal server answers at 127.0.0.1:1.\n"
+    async with demo(mark, env={"TEMPORAL_ADDRESS": "127.0.0.1:1"}) as process:
+        _, err = await process.communicate()
+    assert process.returncode == 1 and err == b"No Temporal server answers at 127.0.0.1:1.\n"
     assert time.monotonic() - started < 10
 
 
@@ -121,12 +127,6 @@ def test_bad_arguments_are_refused(
     with pytest.raises(SystemExit) as left:
         run_demo.parse(arguments)
     assert left.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-async def test_the_person_at_the_terminal_can_be_the_customer(mark: str) -> None:
-    async with demo(mark, "--ask") as process:
-        out, _ = await process.communicate(b"\nyes\nthe lid\nyes\nthe lid\nyes\nthe lid\n")
-    assert process.returncode == 0 and b"please type an answer" in out
 
 
 async def test_an_input_that_ends_too_soon_is_one_line(mark: str) -> None:

@@ -1,0 +1,77 @@
+"""The kills that test_crash.py looks at, all played at the same time: most of it is waiting."""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from functools import partial
+
+from conftest import Desk, request_for
+
+import harness
+from harness import Server, background
+from refund_agent import RefundResult, start_case
+from run_demo import CRASHES, Durable, Options, Plain
+
+PLAIN = ("before-refund", "refund-in-flight")  # of the other two the demo is the test
+
+
+@dataclass
+class Ended:
+    """All scenarios of this file, played at the same time, since most of it is waiting."""
+
+    durable: dict[str, Durable]
+    plain: dict[str, Plain]
+    approved: tuple[Desk, str, RefundResult]
+    stock: tuple[Desk, str, RefundResult]
+
+
+def options(crash: str) -> Options:
+    return Options("1234", crash, typed=False, ui=False)
+
+
+async def play_durable(server: Server, crash: str) -> Durable:
+    durable = Durable(options(crash), "worker", f"case-{crash}")
+    job = {"temporal": server.address, "task_queue": str(uuid.uuid4()), "worker": "demo"}
+    async with durable.world.open():
+        async with harness.agent("worker", durable.world, job, durable.narrator) as first:
+            await durable.play(server, first, job)
+    return durable
+
+
+async def play_plain(crash: str) -> Plain:
+    plain = Plain(options(crash), "agent", f"case-{crash}")
+    async with plain.world.open():
+        await plain.until_the_kill()
+        await plain.start_over()
+    return plain
+
+
+async def kill_and_finish(
+    desk: Desk, server: Server, order_id: str, worker: str
+) -> tuple[Desk, str, RefundResult]:
+    """Kill a Worker before the refund and let another one finish the case."""
+    job = {"temporal": server.address, "task_queue": desk.queue, "worker": worker}
+    world, trapped = desk.world, desk.world.gate.arm("before issue_refund")
+    case = await start_case(
+        desk.client, request_for(order_id), task_queue=desk.queue, case_id=str(uuid.uuid4()))
+    async with world.open(), background(partial(world.people.converse, case)):
+        async with harness.agent("worker", world, job, desk) as first:
+            await first.until(trapped.wait, 30, "the refund")
+            await first.kill()
+        async with harness.agent("worker", world, job, desk) as second:
+            return desk, case.id, await second.until(case.result, 60, "the result")
+
+
+async def on_a_stock_server() -> tuple[Desk, str, RefundResult]:
+    async with harness.dev_server(config=[]) as server:
+        return await kill_and_finish(Desk(await server.client()), server, "1234", "stock")
+
+
+async def play_all(server: Server) -> Ended:
+    stock = asyncio.create_task(on_a_stock_server())
+    desk = Desk(await server.client())
+    approved = asyncio.create_task(kill_and_finish(desk, server, "1235", "demo"))
+    durable = [await play_durable(server, crash) for crash in CRASHES]
+    plain = [await play_plain(crash) for crash in PLAIN]
+    return Ended(dict(zip(CRASHES, durable, strict=True)), dict(zip(PLAIN, plain, strict=True)),
+                 await approved, await stock)

@@ -48,7 +48,7 @@ MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old on
 
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
 REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
-QUERY_TIMEOUT = timedelta(seconds=2)  # no Worker answers: send the message anyway, it will keep
+QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
 STEP_TIMEOUT = timedelta(seconds=60)  # one attempt of anything: a model or Stripe that hangs is cut

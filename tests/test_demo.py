@@ -88,8 +88,7 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code", "moment"), [
-    (signal.SIGINT, 130, "1. Without"), (signal.SIGTERM, 143, "SIGKILL"),
-    (signal.SIGINT, 130, "2. With")])
+    (signal.SIGTERM, 143, "SIGKILL"), (signal.SIGINT, 130, "2. With")])
 async def test_an_interrupt_cleans_up(
     mark: str, signum: signal.Signals, code: int, moment: str
 ) -> None:

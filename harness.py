@@ -748,7 +748,8 @@ async def temporal_server(*, ui: bool = False) -> AsyncIterator[Server]:
     try:
         address = ClientConfigProfile.load().address
     except RuntimeError as error:
-        raise HarnessError(f"The Temporal configuration cannot be read: {error}") from None
+        first_line = str(error).partition("\n")[0]  # the others quote the file, keys and all
+        raise HarnessError(f"The Temporal configuration cannot be read. {first_line}") from None
     if address is None:
         async with dev_server(ui=ui) as server:
             yield server

@@ -202,10 +202,13 @@ class ReadOutput:
         return json.loads(self.reader_result_json)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of a `raw-tables` read, each as `{column: value}`."""
+        """The rows of a `raw-tables` read, each as `{column: value}`; ValueError for another."""
         table = self.reader_result or {"columns": [], "rows": []}
-        names = [column["name"] for column in table["columns"]]
-        return [dict(zip(names, row, strict=True)) for row in table["rows"]]
+        try:
+            names = [column["name"] for column in table["columns"]]
+            return [dict(zip(names, row, strict=True)) for row in table["rows"]]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("xmemory did not answer with a table") from None
 
 
 @dataclass(frozen=True)

@@ -124,13 +124,14 @@ class Question:
     """`to` is customer or reviewer. The id holds the turn and a digest of the text, so that an
     answer which a reset applies again answers this very question or none."""
 
+    id: str
     to: str
-    turn: int
     text: str
 
-    @property
-    def id(self) -> str:
-        return f"{self.to}-{self.turn}-{hashlib.sha256(self.text.encode()).hexdigest()[:8]}"
+    @classmethod
+    def at(cls, turn: int, to: str, text: str) -> "Question":
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+        return cls(f"{to}-{turn}-{digest}", to, text)
 
 
 @dataclass(frozen=True)
@@ -344,13 +345,10 @@ async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Know
     mine = xmemory.scope_to("Customer", {"customer_id": request.customer_id})
     try:
         found = await runtime.recall("RefundCase", mine)
-    except StepFailed as failure:
-        return replace(known, recalled=(), memory_notice=failure.message)
-    cases = (
-        f"order {row.get('order_id')}: {row.get('outcome')}"
-        for row in found.rows()
-        if row.get("customer_id") == request.customer_id
-    )
+        rows = [row for row in found.rows() if row.get("customer_id") == request.customer_id]
+    except (StepFailed, ValueError) as failure:
+        return replace(known, recalled=(), memory_notice=str(failure))
+    cases = (f"order {row.get('order_id')}: {row.get('outcome')}"[:MAX_TEXT] for row in rows)
     return replace(known, recalled=tuple(cases), memory_notice=found.notice or "")
 
 
@@ -366,7 +364,7 @@ async def decide_case(
         if refused := refusal(step, known):
             known = learned(known, rejected=(*known.rejected, f"{step.action}: {refused}"))
         elif step.action == "ask":
-            question = Question("customer", known.turn, step.text)
+            question = Question.at(known.turn, "customer", step.text)
             answer = await runtime.ask(question, known)
             if answer is None:
                 return ended("abandoned")
@@ -400,7 +398,7 @@ async def approve(
     """Above the limit, or if the decider says so, only a human can approve."""
     refund = Money(step.amount, order.price.currency)
     if step.action == "escalate" or above_limit(refund):
-        question = Question("reviewer", known.turn, f"Refund {refund}? ({step.text})")
+        question = Question.at(known.turn, "reviewer", f"Refund {refund}? ({step.text})")
         answer = await runtime.ask(question, known)
         if answer is None:
             return ended("abandoned")
@@ -491,10 +489,11 @@ STRIPE_FAILURES = {  # by `error.code`, else by `error.type`, else by HTTP statu
 def stripe_failure(error: Exception) -> StripeFailure:
     status: int | None = getattr(error, "http_status", None)
     facts, headers = getattr(error, "error", None), getattr(error, "headers", None) or {}
+    asked_to = {name.lower(): value for name, value in headers.items()}.get("stripe-should-retry")
     names = (getattr(facts, "code", None), getattr(facts, "type", None), status)
     rest = None if status is None else 500 if status >= 500 else 400
     row = STRIPE_FAILURES[next((n for n in names if n and n in STRIPE_FAILURES), rest)]
-    return row._replace(retried=row.retried or headers.get("Stripe-Should-Retry") == "true")
+    return row._replace(retried=row.retried or asked_to == "true")
 
 
 @contextmanager

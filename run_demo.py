@@ -19,6 +19,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -30,6 +31,8 @@ try:
     from harness import Call, Child, Fixture, HarnessError, Server, World, background
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed with: pip install -e .")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 from refund_agent import Answer, Money, Question, RefundRequest
 
@@ -330,7 +333,8 @@ async def demo(options: Options) -> int:
         print(f"\nTook {time.monotonic() - started:.1f} seconds.", flush=True)
         if server.ui:
             print(f"The Web UI stays up at {server.ui} until you press Ctrl-C.", flush=True)
-            await anyio.sleep_forever()
+            with suppress(asyncio.CancelledError):
+                await anyio.sleep_forever()
     return code
 
 

@@ -55,6 +55,6 @@ async def test_a_child_that_dies_by_itself_says_why(desk: Desk) -> None:
 
 
 async def test_a_question_counts_only_when_it_is_new_to_the_person() -> None:
-    people, question = harness.People(reply), Question("customer", 0, "Why?")
+    people, question = harness.People(reply), Question.at(0, "customer", "Why?")
     seen = [people.look_at(shown) for shown in (question, question, None, question)]
     assert seen == [True, False, False, True] and people.counted("customer") == 2

@@ -112,6 +112,6 @@ async def test_the_refund_window_is_thirty_days(days: int, eligible: bool) -> No
 
 
 def test_a_question_is_named_by_its_turn_and_its_text() -> None:
-    ids = {Question("customer", turn, text).id for turn in (0, 1) for text in ("a", "b")}
+    ids = {Question.at(turn, "customer", text).id for turn in (0, 1) for text in ("a", "b")}
     assert len(ids) == 4 and ids == {
-        Question("customer", turn, text).id for turn in (0, 1) for text in ("a", "b")}
+        Question.at(turn, "customer", text).id for turn in (0, 1) for text in ("a", "b")}

@@ -116,7 +116,7 @@ async def test_an_answer_is_accepted_while_no_worker_is_alive(desk: Desk) -> Non
 
 
 async def test_an_answer_that_comes_with_the_start_is_used(desk: Desk) -> None:
-    question = Question("customer", 0, refund_agent.INTAKE[0])
+    question = Question.at(0, "customer", refund_agent.INTAKE[0])
     case = await desk.start()
     await case.signal(RefundAgent.answer, await reply(question))
     async with desk.worker(), background(partial(desk.world.people.converse, case)):

@@ -92,6 +92,15 @@ class HarnessError(Exception):
     """Something outside the agent failed; the text is for the person at the terminal."""
 
 
+@asynccontextmanager
+async def background(work: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
+    """Let this go on beside the block, and end with it."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(work)
+        yield
+        tasks.cancel_scope.cancel()
+
+
 # --- Objects over a loopback socket --------------------------------------------------------------
 # One JSON line per call and one per answer. Dataclasses of the agent arrive as themselves, any
 # other object as one with the same attributes.
@@ -403,6 +412,11 @@ class World:
         async with serving(served, self.on_call) as self.address:
             yield self
 
+    async def attend(self, case: Case) -> None:
+        """Be the people of a Workflow until it has a result."""
+        async with background(partial(self.people.converse, case)):
+            await self.end(await case.result())
+
     async def end(self, result: RefundResult) -> None:
         """The case has a result."""
         self.result, self.ended_at = result, time.monotonic()
@@ -544,15 +558,6 @@ async def agent(role: str, world: World, job: Mapping[str, Any], cast: Any) -> A
         yield started
 
 
-@asynccontextmanager
-async def background(work: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
-    """Let this go on beside the block, and end with it."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(work)
-        yield
-        tasks.cancel_scope.cancel()
-
-
 async def first(*events: asyncio.Event) -> None:
     """Wait until one of these is set."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
@@ -564,17 +569,13 @@ async def first(*events: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def watched(case: Case, world: World) -> AsyncIterator[None]:
-    """Tell the world how the case ends; leave no open run behind."""
-
-    async def report() -> None:
-        await world.end(await case.result())
-
+async def no_open_run(client: Client, case_id: str, world: World) -> AsyncIterator[None]:
+    """Whatever ends this block, also while the case is being started, ends the case with it."""
     try:
-        async with background(report):
-            yield
+        yield
     finally:
         if not world.ended.is_set():
+            case = client.get_workflow_handle(case_id)
             with anyio.CancelScope(shield=True), suppress(RPCError):
                 await case.terminate("the demo ended first", rpc_timeout=QUERY_TIMEOUT)
 

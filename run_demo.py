@@ -221,18 +221,18 @@ class Durable(Scenario):
     async def play(self, server: Server, first: Child, job: Mapping[str, str | None]) -> None:
         client, world = await server.client(), self.world
         say("customer", self.options.request.message)
-        case = await refund_agent.start_case(
-            client, self.options.request, task_queue=str(job["task_queue"]), case_id=self.case_id,
-            task_timeout=harness.TASK_TIMEOUT)
-        async with harness.watched(case, world):
-            async with background(partial(world.people.converse, case)):
+        async with harness.no_open_run(client, self.case_id, world):
+            case = await refund_agent.start_case(
+                client, self.options.request, task_queue=str(job["task_queue"]),
+                case_id=self.case_id, task_timeout=harness.TASK_TIMEOUT)
+            async with background(partial(world.attend, case)):
                 await self.kill(first)
             if self.killed_at:
                 left = await harness.what_survived(case, client)
                 say("Temporal", f"no Worker is alive; recorded: {len(left.answers)} answers, "
                                 f"{len(left.finished)} finished steps, next: {left.next_action}")
                 async with harness.agent("worker", world, job, self.narrator) as second:
-                    async with background(partial(world.people.converse, case)):
+                    async with background(partial(world.attend, case)):
                         await self.end(second)
             self.survived = await harness.what_survived(case, client)
         self.tell()

@@ -90,9 +90,9 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
 @pytest.mark.parametrize(("signum", "code", "moment"), [
     (signal.SIGTERM, 143, "SIGKILL"), (signal.SIGINT, 130, "2. With")])
 async def test_an_interrupt_cleans_up(
-    mark: str, signum: signal.Signals, code: int, moment: str
+    mark: str, server: Server, signum: signal.Signals, code: int, moment: str
 ) -> None:
-    async with demo(mark) as process:
+    async with demo(mark, env={"TEMPORAL_ADDRESS": str(server.address)}) as process:
         assert process.stdout and process.stderr
         while moment not in (await process.stdout.readline()).decode():
             pass
@@ -101,6 +101,11 @@ async def test_an_interrupt_cleans_up(
         err = (await process.communicate())[1].decode()
         assert process.returncode == code and time.monotonic() - started < 5
         assert len(err.strip().splitlines()) <= 1 and "Traceback" not in err
+    client = await server.client()
+    ours = "WorkflowId STARTS_WITH 'refund-1234-1-' AND ExecutionStatus = 'Running'"
+    while (await client.count_workflows(ours)).count:  # visibility is a little behind
+        assert time.monotonic() - started < 10
+        await asyncio.sleep(0.1)
 
 
 async def test_an_unreachable_server_is_one_line(mark: str) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -254,6 +254,13 @@ def decide(request: RefundRequest, known: Known) -> Step:
         return Step("deny", known.policy.reason)
     reason = f"{known.history.earlier_refunds} earlier refunds" if not clean else "above the limit"
     return Step("escalate", reason, refund.amount)
+
+
+def unfit_text(text: str, sender: str) -> str:
+    """Why a message cannot be used, or "". A reviewer need not add a note."""
+    if sender == "customer" and not text.strip():
+        return "empty"
+    return f"longer than {MAX_TEXT:,} characters" if len(text) > MAX_TEXT else ""
 
 
 def above_limit(refund: Money) -> bool:
@@ -561,7 +568,7 @@ class RefundActivities:
         charge = payment.latest_charge
         left = charge.amount - charge.amount_refunded if charge else 0
         price = Money(found.amount, payment.currency)
-        return Order(found.item, price, left, found.payment_intent, found.purchased_at)
+        return Order(found.item[:MAX_TEXT], price, left, found.payment_intent, found.purchased_at)
 
     @activity.defn
     @xmemory.heartbeating
@@ -673,8 +680,8 @@ class RefundAgent:
         id, shape = answer.question_id, r"(\w+)-(\d{1,4})-[0-9a-f]{8}"
         named = re.fullmatch(shape, answer.question_id)
         is_open = self._question is not None and self._question.id == id
-        if not answer.text.strip() or len(answer.text) > MAX_TEXT:
-            self._ignored = f"a message that was empty or longer than {MAX_TEXT:,} characters"
+        if unfit := unfit_text(answer.text, sender):
+            self._ignored = f"a message that is {unfit}"
         elif named is None or named[1] != sender or int(named[2]) >= MAX_TURNS:
             self._ignored = f"a message of the {sender} for an unknown question"
         elif id in self._answers:
@@ -721,11 +728,12 @@ class RefundAgent:
                 lambda: question.id in self._answers or info.is_continue_as_new_suggested(),
                 timeout=max(PATIENCE[question.to] - waited, timedelta(0)))
         except TimeoutError:
-            return None
-        if question.id not in self._answers:
-            workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
+            pass  # an answer that came in the same moment still counts
+        else:
+            if question.id not in self._answers:
+                workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
         self._question = self._waiting_since = None
-        return self._answers[question.id]
+        return self._answers.get(question.id)
 
 
 @contextmanager
@@ -769,8 +777,8 @@ async def start_case(
     """
     if not (ID_PART.fullmatch(request.order_id) and ID_PART.fullmatch(request.customer_id)):
         raise Refused("an order or customer id is 1 to 64 letters, digits, - or _")
-    if len(request.message) > MAX_TEXT:
-        raise Refused(f"this message is too long; please keep it under {MAX_TEXT:,} characters")
+    if unfit := unfit_text(request.message, "customer"):
+        raise Refused(f"this message is {unfit}; please write another")
     id = case_id or case_id_for(request)
     try:
         case: Case = await client.start_workflow(
@@ -788,17 +796,12 @@ async def start_case(
 async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> None:
     """Send the answer of the customer, or of the reviewer. Raises Refused, with words for a person,
     if it would be ignored. While no Worker is alive it is accepted unseen, and used later."""
-    if not answer.text.strip():
-        raise Refused("this message is empty; please write something")
-    if len(answer.text) > MAX_TEXT:
-        raise Refused(f"this message is too long; please keep it under {MAX_TEXT:,} characters")
+    if unfit := unfit_text(answer.text, "reviewer" if reviewer else "customer"):
+        raise Refused(f"this message is {unfit}; please write another")
     if (await case.describe()).status != WorkflowExecutionStatus.RUNNING:
         raise Refused("this case is closed; please open a new one if something is left to do")
-    try:
+    with suppress(RPCError):  # with no Worker alive, nobody can tell
         question = (await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)).question
-    except RPCError:  # nobody can tell now
-        question = None
-    else:
         if question is None or question.id != answer.question_id:
             raise Refused("this question is not open any more; nothing is lost, please go on")
     await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)

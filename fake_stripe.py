@@ -177,7 +177,8 @@ class FakeStripe:
     def hold_next_create(self, where: str) -> asyncio.Event:
         """Stop the next create `before` Stripe acts, or `after` that but before it answers, until
         `release` is called. The event says that it is held."""
-        self._hold, self._held, self._released = where, asyncio.Event(), asyncio.Event()
+        self._hold, self._held = where, asyncio.Event()
+        self._released.clear()
         return self._held
 
     def release(self) -> None:
@@ -285,9 +286,9 @@ class FakeStripe:
 
     async def _pause(self, where: str) -> None:
         if self._hold == where:
-            self._hold, released = "", self._released
+            self._hold = ""
             self._held.set()
-            await released.wait()
+            await self._released.wait()
 
     # --- the effect ------------------------------------------------------------------------------
 

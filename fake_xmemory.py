@@ -157,7 +157,7 @@ class FakeXmemory:
             raise ValidationError(f"read_mode is one of {', '.join(READ_MODES)}")
         _check_scope(scope)
         self._receive("read")
-        self._advance()
+        self.apply_due()
         words = re.sub(r"[^a-z0-9]", "", query.lower())
         wanted = next((name for name in self.schema if name.lower() in words), None)
         covered = self._covered(scope)
@@ -173,7 +173,7 @@ class FakeXmemory:
         job = self._submit("write", text, structured_mutations, extraction_logic, scope)
         while job.status not in ENDED:
             await asyncio.sleep(POLL_SECONDS)
-            self._advance()
+            self.apply_due()
         if job.error is not None:
             raise copy.copy(job.error)
         return WriteResult(job.id, changes=job.changes)
@@ -190,7 +190,7 @@ class FakeXmemory:
     async def write_status(self, write_id: str, *,
                            timeout: float | None = None) -> WriteStatusResult:
         self._receive("write_status")
-        self._advance()
+        self.apply_due()
         job = self._jobs.get(write_id)
         if job is None:
             return WriteStatusResult(write_id, "not_found")
@@ -230,12 +230,12 @@ class FakeXmemory:
         job = _Job(f"w{len(self._jobs) + 1:05d}", self._extract(text), copy.deepcopy(mutations),
                    now, now + self.job_seconds)
         self._jobs[job.id] = job
-        self._advance()
+        self.apply_due()
         if lost is not None:
             raise lost
         return job
 
-    def _advance(self) -> None:
+    def apply_due(self) -> None:
         """Apply, in the order received, every job whose time has come."""
         now, waiting = time.time(), self.paused
         for job in self._jobs.values():

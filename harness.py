@@ -13,6 +13,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -101,6 +102,11 @@ async def background(work: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIt
         tasks.cancel_scope.cancel()
 
 
+def printable(line: str) -> str:
+    """A text from a customer, from memory or from a log must not move the reader's cursor."""
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
 # --- Objects over a loopback socket --------------------------------------------------------------
 # One JSON line per call and one per answer. Dataclasses of the agent arrive as themselves, any
 # other object as one with the same attributes.
@@ -175,18 +181,26 @@ async def serving(objects: Mapping[str, object], on_call: Observer) -> AsyncIter
     async def handle(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             with suppress(anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead):
-                line = await BufferedByteReceiveStream(stream).receive_until(b"\n", MAX_LINE)
-                request = json.loads(line)
-                if not secrets.compare_digest(str(request.get("token")), token):
-                    return
-                answer = await _carry_out(request, objects, on_call)
-                await stream.send(json.dumps(answer).encode() + b"\n")
+                request = await _read_request(stream)
+                if secrets.compare_digest(str(request.get("token")), token):
+                    answer = await _carry_out(request, objects, on_call)
+                    await stream.send(json.dumps(answer).encode() + b"\n")
 
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, handle)
         yield Address(listener.extra(anyio.abc.SocketAttribute.local_port), token)
         tasks.cancel_scope.cancel()
+
+
+async def _read_request(stream: anyio.abc.SocketStream) -> dict[str, Any]:
+    """One line of JSON; whatever else knocks at the port is nobody we know."""
+    with suppress(ValueError, anyio.DelimiterNotFound):
+        line = await BufferedByteReceiveStream(stream).receive_until(b"\n", MAX_LINE)
+        request = json.loads(line)
+        if isinstance(request, dict):
+            return request
+    return {}
 
 
 async def _carry_out(
@@ -433,6 +447,7 @@ class World:
 
     def remembered(self, case_id: str) -> int:
         """How many records long-term memory holds of this case."""
+        self.xmemory.apply_due()
         rows = self.xmemory.tables["RefundCase"].values()
         return sum(row["case_id"] == case_id for row in rows)
 
@@ -445,6 +460,7 @@ class Tally:
     reviews: int
     decisions: int
     lookups: int
+    writes: int  # to memory
     stripe_calls: int
     refund_requests: int
     refunds: int
@@ -461,6 +477,7 @@ def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
         reviews=world.people.counted("reviewer"),
         decisions=len(world.decider.decisions),
         lookups=len(world.shop.lookups),
+        writes=world.xmemory.counts()["write_async"],
         stripe_calls=sum(calls.values()),
         refund_requests=calls["refunds.create"],
         refunds=world.refunds_of(case_id),
@@ -514,8 +531,8 @@ class Child:
 
     def last_lines(self) -> str:
         self.output.seek(0)
-        lines = self.output.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", self.output.read().decode(errors="replace"))
+        return "\n".join(printable(line) for line in plain.splitlines()[-LAST_LINES:])
 
 
 @asynccontextmanager
@@ -759,7 +776,10 @@ async def temporal_server(*, ui: bool = False) -> AsyncIterator[Server]:
     try:
         with anyio.fail_after(CONNECT_SECONDS):
             await (await server.client()).count_workflows()
-    except (TimeoutError, RuntimeError, ValueError, RPCError):
+    except RPCError as error:
+        why = f"answered {error.status.name}; check the namespace and the API key"
+        raise HarnessError(f"The Temporal server at {address} {why}.") from None
+    except (TimeoutError, RuntimeError, ValueError):
         raise HarnessError(f"No Temporal server answers at {address}.") from None
     yield server
 
@@ -782,12 +802,11 @@ async def dev_server(
     """A Temporal dev server of our own, in memory, on free loopback ports. `config` is its dynamic
     configuration, `key=value` each; empty makes it a stock server."""
     settings = [part for value in config for part in ("--dynamic-config-value", value)]
-    binary = temporal_binary()
+    binary, (port, ui_port) = temporal_binary(), _free_ports()
     if binary is None:
-        async with _downloaded_server(ui, settings) as server:
+        async with _downloaded_server(ui_port if ui else None, settings) as server:
             yield server
         return
-    port, ui_port = _free_ports()
     command = [sys.executable, "-S", "-c", KEEPER, binary, "server", "start-dev"]
     command += ["--ip", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
@@ -798,13 +817,14 @@ async def dev_server(
 
 
 @asynccontextmanager
-async def _downloaded_server(ui: bool, settings: list[str]) -> AsyncIterator[Server]:
+async def _downloaded_server(ui_port: int | None, settings: list[str]) -> AsyncIterator[Server]:
     from temporalio.testing import WorkflowEnvironment  # slow to import, and hardly ever needed
 
     try:
         with quiet_stdout():  # the server inherits it, and greets
             environment = await WorkflowEnvironment.start_local(
-                ui=ui, dev_server_log_level="error", dev_server_extra_args=settings)
+                ui=ui_port is not None, ui_port=ui_port, dev_server_log_level="error",
+                dev_server_extra_args=settings)
     except RuntimeError:
         raise HarnessError(
             "There is no `temporal` beside this Python or on PATH, and it could not be downloaded. "
@@ -812,7 +832,7 @@ async def _downloaded_server(ui: bool, settings: list[str]) -> AsyncIterator[Ser
         ) from None
     async with environment:
         address = environment.client.service_client.config.target_host
-        yield Server(address, None, "http://127.0.0.1:8233" if ui else "")
+        yield Server(address, None, f"http://127.0.0.1:{ui_port}" if ui_port else "")
 
 
 def _free_ports() -> tuple[int, int]:
@@ -840,15 +860,17 @@ async def what_survived(case: Case, client: Client) -> Survived:
     scheduled: dict[int, str] = {}
     finished: list[str] = []
     async for event in case.fetch_history_events():
-        if event.HasField("workflow_execution_signaled_event_attributes"):
-            payloads = event.workflow_execution_signaled_event_attributes.input.payloads
-            answers += await client.data_converter.decode(payloads, [Answer])
-        if event.HasField("activity_task_scheduled_event_attributes"):
-            activity_type = event.activity_task_scheduled_event_attributes.activity_type
-            scheduled[event.event_id] = activity_type.name
-        if event.HasField("activity_task_completed_event_attributes"):
-            done = event.activity_task_completed_event_attributes.scheduled_event_id
-            finished.append(scheduled.pop(done))
+        kind = event.WhichOneof("attributes") or ""
+        facts = getattr(event, kind)
+        match kind.removesuffix("_event_attributes"):
+            case "workflow_execution_signaled":
+                answers += await client.data_converter.decode(facts.input.payloads, [Answer])
+            case "activity_task_scheduled":
+                scheduled[event.event_id] = facts.activity_type.name
+            case "activity_task_completed":
+                finished.append(scheduled.pop(facts.scheduled_event_id))
+            case "activity_task_failed" | "activity_task_timed_out" | "activity_task_canceled":
+                scheduled.pop(facts.scheduled_event_id)
     return Survived(answers, finished, next(iter(scheduled.values()), "wait"))
 
 
@@ -919,7 +941,7 @@ def leave(code: int) -> NoReturn:
     """End this process with this exit code. Python's own way out can crash after all work is done
     when the Temporal SDK's threads are still winding down (temporalio/sdk-python issue 300)."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or never there
             stream.flush()
     os._exit(code)
 

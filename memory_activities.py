@@ -37,7 +37,8 @@ from temporalio.exceptions import (
 # --- Constants, each with its reason -------------------------------------------------------------
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=10)  # how long the death of a Worker may go unnoticed
-BEATS_PER_TIMEOUT = 4  # three may be late or lost before an attempt is given up
+BEATS_PER_TIMEOUT = 4  # how often to beat; the Worker's `max_heartbeat_throttle_interval` decides
+# how much of that reaches the server (by default one beat in 80% of the timeout)
 
 READ_TIMEOUT = timedelta(seconds=120)  # a deep read of a large instance takes a minute or two
 WRITE_TIMEOUT = timedelta(seconds=180)  # `write` returns when the extraction is applied
@@ -46,6 +47,7 @@ CLIENT_MARGIN = timedelta(seconds=5)  # the client gives up first: its error say
 CLIENT_SHARE = 0.8  # of a timeout that is too short for that margin
 
 RETRIED = RetryPolicy(maximum_interval=timedelta(seconds=30), maximum_attempts=10)
+WAITING = RetryPolicy(maximum_interval=timedelta(seconds=30))  # the deadline ends it
 ONCE = RetryPolicy(maximum_attempts=1)  # for free text: see the first rule
 
 MAX_WAIT = timedelta(minutes=15)  # a long extraction takes minutes
@@ -160,14 +162,16 @@ def failure(verdict: Verdict, facts: Any, delay: timedelta | None = None) -> App
 
 
 @contextmanager
-def mapped_errors() -> Iterator[None]:
+def mapped_errors(longest: float = MAX_RETRY_AFTER.total_seconds()) -> Iterator[None]:
     """Turn an error of the client into its row of the table. `from None` keeps its text, which may
-    quote a URL or a key, out of Event History."""
+    quote a URL or a key, out of Event History. A hint when to try again is heeded up to `longest`
+    seconds."""
     try:
         yield
     except Exception as error:
         hint = getattr(error, "retry_after", None) or _details(error).get("retry_after_seconds")
-        delay = min(timedelta(seconds=hint), MAX_RETRY_AFTER) if hint else None
+        heeded = min(hint, longest) if isinstance(hint, int | float) and hint > 0 else None
+        delay = None if heeded is None else timedelta(seconds=heeded)
         facts = {"code": getattr(error, "code", None), "status": getattr(error, "status", None)}
         raise failure(verdict_for(error), facts, delay) from None
 
@@ -299,7 +303,7 @@ class MemoryActivities:
         with mapped_errors():
             found = await self._instance.read(
                 input.query, read_mode=input.read_mode, scope=scope, timeout=client_timeout())
-        return ReadOutput(json.dumps(found.reader_result), found.notice, found.trace_id)
+            return ReadOutput(json.dumps(found.reader_result), found.notice, found.trace_id)
 
     @activity.defn(name="xmemory_write")
     @heartbeating
@@ -317,18 +321,16 @@ class MemoryActivities:
     @heartbeating
     async def write_status(self, write_id: str) -> WriteStatus:
         with mapped_errors():
-            try:
-                found = await self._instance.write_status(write_id, timeout=client_timeout())
-            except ValueError:  # the real client will not parse a status that is new to it
-                return WriteStatus(write_id, "unknown")
-        return WriteStatus(write_id, str(found.write_status), found.error_detail)
+            return await self._status(write_id)
 
     @activity.defn(name="xmemory_wait_for_write")
     @heartbeating
     async def wait_for_write(self, input: WaitInput) -> WriteStatus:
         """Ask once how the write stands. Not finished yet is a retryable failure with a delay: the
         Temporal server does the waiting, no Worker slot is held, Event History does not grow."""
-        status = await self.write_status(input.write_id)
+        left = _seconds_left(input.max_wait_seconds)
+        with mapped_errors(longest=max(left, 0.0)):
+            status = await self._status(input.write_id)
         facts = {"write_id": input.write_id, "write_status": status.write_status}
         if status.write_status == "completed":
             return status
@@ -338,7 +340,16 @@ class MemoryActivities:
             if await self._is_there(input.mutations_json):
                 return status
             raise failure(WRITE_FAILED, facts | {"error_detail": status.error_detail})
-        raise _not_finished(facts, input.max_wait_seconds)
+        if left <= 0:
+            raise failure(WRITE_LATE, facts)
+        raise failure(WRITE_PENDING, facts, timedelta(seconds=min(_poll_delay(), left)))
+
+    async def _status(self, write_id: str) -> WriteStatus:
+        try:
+            found = await self._instance.write_status(write_id, timeout=client_timeout())
+        except ValueError:  # the real client will not parse a status that is new to it
+            return WriteStatus(write_id, "unknown")
+        return WriteStatus(write_id, str(found.write_status), found.error_detail)
 
     async def _write(self, call: Method, input: WriteInput) -> WriteOutput:
         try:
@@ -380,17 +391,17 @@ def client_timeout() -> float | None:
     return max((given - CLIENT_MARGIN).total_seconds(), 0.0) or given.total_seconds() * CLIENT_SHARE
 
 
-def _not_finished(facts: Mapping[str, str], max_wait_seconds: float) -> ApplicationError:
-    """Polls get rarer, but one always falls on the deadline, so that a write which ends there is
-    not lost. The server's own limit lies behind it: it drops a retry that would pass its limit."""
+def _seconds_left(max_wait_seconds: float) -> float:
+    """Until the deadline of a wait. One poll always falls on it, so that a write which ends there
+    is not lost; the server's own limit lies behind it, as it drops a retry that would pass it."""
     if not activity.in_activity():
-        return failure(WRITE_PENDING, facts)
-    info = activity.info()
-    waited = (datetime.now(UTC) - info.scheduled_time).total_seconds()
-    if waited >= max_wait_seconds:
-        return failure(WRITE_LATE, facts)
-    delay = min(FIRST_POLL * POLL_GROWTH ** min(info.attempt - 1, STEEPEST), SLOWEST_POLL)
-    return failure(WRITE_PENDING, facts, timedelta(seconds=min(delay, max_wait_seconds - waited)))
+        return max_wait_seconds
+    return max_wait_seconds - (datetime.now(UTC) - activity.info().scheduled_time).total_seconds()
+
+
+def _poll_delay() -> float:
+    attempt = activity.info().attempt if activity.in_activity() else 1
+    return min(FIRST_POLL * POLL_GROWTH ** min(attempt - 1, STEEPEST), SLOWEST_POLL)
 
 
 # --- The handle a Workflow uses ------------------------------------------------------------------
@@ -411,7 +422,7 @@ class WorkflowMemory:
     ) -> ReadOutput:
         if not query.strip():
             raise _wrong("read() needs a query")
-        input = ReadInput(query, read_mode, json.dumps(scope))
+        input = ReadInput(query, read_mode, _json(scope))
         return await self._run(MemoryActivities.read, input, self.read_timeout,
                                self.read_retry_policy, f"xmemory read: {len(query)} chars")
 
@@ -445,7 +456,7 @@ class WorkflowMemory:
             return WriteStatus(write_id, "completed")
         wait = WaitInput(write_id, max_wait.total_seconds(), input.mutations_json)
         try:
-            return await self._run(MemoryActivities.wait_for_write, wait, QUEUE_TIMEOUT, None,
+            return await self._run(MemoryActivities.wait_for_write, wait, QUEUE_TIMEOUT, WAITING,
                                    "xmemory wait for write", limit=max_wait + QUEUE_TIMEOUT)
         except ActivityError as error:
             # With no Worker alive at the deadline it is the server's timeout, else our own verdict.
@@ -493,12 +504,19 @@ def _write_input(
     if bool(text.strip()) == (structured_mutations is not None):
         raise _wrong("a write needs either a text or structured_mutations")
     if structured_mutations is None:
-        return WriteInput(text, extraction_logic, json.dumps(scope))
+        return WriteInput(text, extraction_logic, _json(scope))
     if not structured_mutations:
         raise _wrong("structured_mutations is empty; leave the write out")
     if scope is not None:
         raise _wrong("scope binds a text; a structured mutation carries its own key")
-    return WriteInput(mutations_json=json.dumps(list(structured_mutations), sort_keys=True))
+    return WriteInput(mutations_json=_json(list(structured_mutations)))
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        raise _wrong("memory takes only what JSON can hold; write dates as text") from None
 
 
 def _wrong(what: str) -> ApplicationError:

@@ -26,11 +26,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from temporalio import activity, workflow
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
+from temporalio.client import Client, WorkflowHandle
 from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ActivityError, ApplicationError, WorkflowAlreadyStartedError
 from temporalio.exceptions import is_cancelled_exception as is_cancelled
-from temporalio.service import RPCError
+from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
 with workflow.unsafe.imports_passed_through():
@@ -48,12 +48,13 @@ MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old on
 
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
 REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
+A_MOMENT = timedelta(milliseconds=1)
 QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
 STEP_TIMEOUT = timedelta(seconds=60)  # one attempt of anything: a model or Stripe that hangs is cut
 FIRST_RETRY = timedelta(milliseconds=200)  # most faults are gone at once
-STEP_RETRY = RetryPolicy(  # about seven minutes, then a human looks
+STEP_RETRY = RetryPolicy(  # about seven minutes if every try fails at once, then a human looks
     initial_interval=FIRST_RETRY, maximum_interval=timedelta(seconds=30), maximum_attempts=20
 )
 REFUND_RETRY = RetryPolicy(  # no maximum: the failure table ends it, a lost Worker costs no try
@@ -69,6 +70,11 @@ THREE_DECIMAL = set("bhd jod kwd omr tnd".split())  # both lists are Stripe's
 # These types are written into Event History, where old runs still hold them: they only gain fields.
 # Times are seconds since the epoch: the Workflow sandbox wraps `datetime`, and the SDK's converter
 # does not know the wrapped class again.
+
+
+def is_whole(amount: object) -> bool:
+    """Whether this is an int that JSON carries unharmed: no float, no bool, nothing absurd."""
+    return type(amount) is int and abs(amount) < 2**53
 
 
 @dataclass(frozen=True)
@@ -157,9 +163,15 @@ class Step:
         """A model may return anything; what is not shaped like a step has no known action."""
         action, text = getattr(raw, "action", None), getattr(raw, "text", "")
         amount = getattr(raw, "amount", 0)
-        if type(action) is not str or type(text) is not str or type(amount) is not int:
+        if type(action) is not str or type(text) is not str or not is_whole(amount):
             return cls("malformed", f"a {type(raw).__name__} is not a step")
         return cls(action[:MAX_TEXT], text[:MAX_TEXT], amount)
+
+
+@dataclass(frozen=True)
+class Asked:
+    question: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -167,10 +179,11 @@ class Known:
     """All that a case has learned, in the order it is learned."""
 
     recalled: tuple[str, ...] | None = None  # past cases; hearsay. None: memory was not asked yet
+    new_customer: bool = False  # memory has no record of this customer yet
     memory_notice: str = ""  # why memory could not help
     turn: int = 0
     step: Step | None = None  # in hand; set between deciding and learning
-    answers: dict[str, str] = field(default_factory=dict)  # question: answer
+    answers: tuple[Asked, ...] = ()
     order: Order | None = None
     order_missing: bool = False  # the shop has no such order of this customer
     history: CustomerHistory | None = None
@@ -276,7 +289,7 @@ def refusal(step: Step, known: Known) -> str:
     if step.action == "ask":
         if not step.text.strip():
             return "the question is empty"
-        if step.text in known.answers:
+        if any(step.text == asked.question for asked in known.answers):
             return "this question was already answered"
     if step.action in LOOKUPS and getattr(known, LOOKUPS[step.action]) is not None:
         return "this is already known"
@@ -344,7 +357,7 @@ async def run_agent(
         decision = await decide_case(request, key, runtime, known)
     except StepFailed as failure:
         decision = ended("needs a human", notice=failure.message)
-    return await to_its_end(carry_out(decision, request, key, runtime))
+    return await to_its_end(carry_out(decision, request, key, runtime, known.new_customer))
 
 
 async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Known:
@@ -354,6 +367,8 @@ async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Know
         found = await runtime.recall("RefundCase", mine)
         rows = [row for row in found.rows() if row.get("customer_id") == request.customer_id]
     except (StepFailed, ValueError) as failure:
+        if isinstance(failure, StepFailed) and failure.type == xmemory.BAD_REQUEST.type:
+            return replace(known, recalled=(), new_customer=True)  # a scope to no record
         return replace(known, recalled=(), memory_notice=str(failure))
     cases = (f"order {row.get('order_id')}: {row.get('outcome')}"[:MAX_TEXT] for row in rows)
     return replace(known, recalled=tuple(cases), memory_notice=found.notice or "")
@@ -375,7 +390,7 @@ async def decide_case(
             answer = await runtime.ask(question, known)
             if answer is None:
                 return ended("abandoned")
-            known = learned(known, answers=known.answers | {step.text: answer.text})
+            known = learned(known, answers=(*known.answers, Asked(step.text, answer.text)))
         elif step.action in LOOKUPS:
             known = await look_up(step.action, request, known, runtime)
             if known.order_missing or (known.order and known.order.left == 0):
@@ -411,6 +426,10 @@ async def approve(
             return ended("abandoned")
         if not answer.approve:
             return ended("denied", reason="a colleague decided so", notice=answer.text)
+        # A month may have passed; and a cancel that came before the approval takes effect here.
+        now = await runtime.act(RefundActivities.lookup_order, request)
+        if now is None or now.left != order.left:
+            return ended("needs a human", notice="the payment changed while the case waited")
     # The key is never made of the amount or the attempt: these may change, the refund must not.
     idempotency_key = f"refund:{key.first_run_id}:{order.payment_intent}:{request.line}"
     give_up_at = runtime.now() + REFUND_PATIENCE.total_seconds()
@@ -418,7 +437,8 @@ async def approve(
 
 
 async def carry_out(
-    decision: RefundResult | RefundOrder, request: RefundRequest, key: CaseKey, runtime: Runtime
+    decision: RefundResult | RefundOrder, request: RefundRequest, key: CaseKey, runtime: Runtime,
+    new_customer: bool,
 ) -> RefundResult:
     """Move the money, if that was decided, and remember the case under a key of its own."""
     result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
@@ -426,10 +446,14 @@ async def carry_out(
     values |= {"outcome": result.outcome}
     if result.refund is not None:
         values |= {"refund_id": result.refund.id, "refunded": str(result.refund.money)}
+    records = [xmemory.create("RefundCase", {"case_id": key.case_id}, values)]
+    if new_customer:
+        records.insert(0, xmemory.create("Customer", {"customer_id": request.customer_id}, {}))
     try:
-        await runtime.remember([xmemory.create("RefundCase", {"case_id": key.case_id}, values)])
+        await runtime.remember(records)
     except StepFailed as failure:
-        return replace(result, notice=f"{result.notice} not remembered: {failure.message}".strip())
+        doubt = f"memory may not have this case: {failure.message}"
+        return replace(result, notice=f"{result.notice} {doubt}".strip())
     return replace(result, remembered=True)
 
 
@@ -485,20 +509,24 @@ STRIPE_FAILURES = {  # by `error.code`, else by `error.type`, else by HTTP statu
     "idempotency_error": StripeFailure("StripeKeyReused", False, "the key names another refund"),
     401: StripeFailure("StripeAuthFailed", False, "Stripe refused the API key"),
     403: StripeFailure("StripeNotPermitted", False, "the API key may not make refunds"),
+    408: StripeFailure("StripeUnreachable", True, "Stripe did not answer"),
     409: StripeFailure("StripeConflict", True, "Stripe is working on the same object"),
     429: StripeFailure("StripeRateLimited", True, "Stripe asked to slow down"),
     400: StripeFailure("StripeRefused", False, "Stripe refused the request"),  # any other 4xx
     500: StripeFailure("StripeServerError", True, "Stripe had a server error"),  # any other 5xx
-    None: StripeFailure("StripeUnreachable", True, "Stripe did not answer"),
+    200: StripeFailure("StripeUnreadable", True, "Stripe's answer could not be read"),
+    None: StripeFailure("StripeUnreachable", False, "the request to Stripe could not be made"),
 }
 
 
 def stripe_failure(error: Exception) -> StripeFailure:
     status: int | None = getattr(error, "http_status", None)
+    if status is None and (getattr(error, "should_retry", False) or isinstance(error, OSError)):
+        status = 408  # the answer was lost, or the request
     facts, headers = getattr(error, "error", None), getattr(error, "headers", None) or {}
     asked_to = {name.lower(): value for name, value in headers.items()}.get("stripe-should-retry")
     names = (getattr(facts, "code", None), getattr(facts, "type", None), status)
-    rest = None if status is None else 500 if status >= 500 else 400
+    rest = status and (500 if status >= 500 else 400 if status >= 400 else 200)
     row = STRIPE_FAILURES[next((n for n in names if n and n in STRIPE_FAILURES), rest)]
     return row._replace(retried=row.retried or asked_to == "true")
 
@@ -521,8 +549,20 @@ def failing_as(type: str, message: str) -> Iterator[None]:
     """The same for the shop and the decider: a stable type and a fixed text, retried."""
     try:
         yield
+    except Unreadable:
+        raise ApplicationError(message, type=type, non_retryable=True) from None
     except Exception:
         raise ApplicationError(message, type=type) from None
+
+
+class Unreadable(Exception): ...
+
+
+def whole(amount: Any) -> int:
+    """An amount or a count from outside. A float would be cut, a null freeze the Workflow."""
+    if not is_whole(amount):
+        raise Unreadable
+    return int(amount)
 
 
 # --- The five Activities -------------------------------------------------------------------------
@@ -558,24 +598,26 @@ class RefundActivities:
     @xmemory.heartbeating
     async def lookup_order(self, request: RefundRequest) -> Order | None:
         """None if the shop has no such order, or has it for another customer."""
-        with failing_as("ShopFailed", "the shop did not answer"):
+        with failing_as("ShopFailed", "the shop gave no readable answer"):
             found = await self._shop.order(request.order_id, request.line)
-        if found is None or found.customer_id != request.customer_id:
-            return None
+            if found is None or found.customer_id != request.customer_id:
+                return None
+            item, amount, bought = str(found.item), whole(found.amount), float(found.purchased_at)
         with stripe_errors():
             payment = await self._stripe.v1.payment_intents.retrieve_async(
                 found.payment_intent, {"expand": ["latest_charge"]})
-        charge = payment.latest_charge
-        left = charge.amount - charge.amount_refunded if charge else 0
-        price = Money(found.amount, payment.currency)
-        return Order(found.item[:MAX_TEXT], price, left, found.payment_intent, found.purchased_at)
+        if not (charge := payment.latest_charge):
+            raise ApplicationError("this payment is not paid", type="NotPaid", non_retryable=True)
+        left = whole(charge.amount) - whole(charge.amount_refunded)
+        price = Money(amount, payment.currency)
+        return Order(item[:MAX_TEXT], price, left, found.payment_intent, bought)
 
     @activity.defn
     @xmemory.heartbeating
     async def lookup_customer_history(self, customer_id: str) -> CustomerHistory:
-        with failing_as("ShopFailed", "the shop did not answer"):
+        with failing_as("ShopFailed", "the shop gave no readable answer"):
             found = await self._shop.customer_history(customer_id)
-        return CustomerHistory(found.earlier_refunds, found.customer_for_days)
+            return CustomerHistory(whole(found.earlier_refunds), whole(found.customer_for_days))
 
     @activity.defn
     @xmemory.heartbeating
@@ -592,14 +634,15 @@ class RefundActivities:
         Two guards, each enough alone while it holds. The idempotency key is the same on every
         attempt, but Stripe forgets keys after a day. The case id in the metadata stays for good,
         but cannot see a request that is still on its way. A refund that is there is reported, never
-        added to, whatever its key, amount or status.
+        added to, whatever its key, amount or status. What neither covers: a case that is terminated
+        (not canceled) with its request on its way, and started anew within the same minute.
         """
         with stripe_errors(order.give_up_at):
             done = await self._refund_of_case(order) or await self._stripe.v1.refunds.create_async(
                 {"payment_intent": order.payment_intent, "amount": order.money.amount,
                  "metadata": {"case_id": order.case_id}},
                 {"idempotency_key": order.idempotency_key})
-        return Refund(done.id, done.status, Money(done.amount, done.currency))
+            return Refund(str(done.id), str(done.status), Money(whole(done.amount), done.currency))
 
     async def _refund_of_case(self, order: RefundOrder) -> Any:
         """What the owner has on record, every page of it."""
@@ -731,6 +774,8 @@ class RefundAgent:
             pass  # an answer that came in the same moment still counts
         else:
             if question.id not in self._answers:
+                await workflow.sleep(A_MOMENT)  # lets in a cancel that came with the last message
+            if question.id not in self._answers:
                 workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
         self._question = self._waiting_since = None
         return self._answers.get(question.id)
@@ -770,7 +815,8 @@ async def start_case(
     task_timeout: timedelta | None = None,
 ) -> Case:
     """Start a case, or find it: while it runs, and after it ended well, there is only this one. One
-    that failed, was canceled or was terminated is started anew.
+    that failed, was canceled or was terminated is started anew. Whose order it is, the caller has
+    checked: a case of the wrong customer ends as "order not found", and then is the only one.
 
     `task_timeout` bounds how long a Workflow Task stays with a Worker that died (None: 10 seconds).
     Raises Refused for a malformed request, and for a case of another customer.
@@ -796,15 +842,20 @@ async def start_case(
 async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> None:
     """Send the answer of the customer, or of the reviewer. Raises Refused, with words for a person,
     if it would be ignored. While no Worker is alive it is accepted unseen, and used later."""
-    if unfit := unfit_text(answer.text, "reviewer" if reviewer else "customer"):
+    sender = "reviewer" if reviewer else "customer"
+    if unfit := unfit_text(answer.text, sender):
         raise Refused(f"this message is {unfit}; please write another")
-    if (await case.describe()).status != WorkflowExecutionStatus.RUNNING:
-        raise Refused("this case is closed; please open a new one if something is left to do")
     with suppress(RPCError):  # with no Worker alive, nobody can tell
-        question = (await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)).question
-        if question is None or question.id != answer.question_id:
+        now = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
+        open_to = (now.question.id, now.question.to) if now.question else None
+        if now.phase != "closed" and open_to != (answer.question_id, sender):
             raise Refused("this question is not open any more; nothing is lost, please go on")
-    await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)
+    try:
+        await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        raise Refused("this case is closed, and its result stands") from None
 
 
 def build_worker(
@@ -813,6 +864,9 @@ def build_worker(
 ) -> Worker:
     """The one registration, for every Worker; start it with `await worker.run()`."""
     steps = RefundActivities(stripe=stripe, shop=shop, decider=decider)
-    return Worker(client, task_queue=task_queue, workflows=[RefundAgent], activities=[
-        steps.agent_decide_next_step, steps.lookup_order, steps.lookup_customer_history,
-        steps.check_refund_policy, steps.issue_refund, *xmemory.MemoryActivities(memory).all()])
+    return Worker(
+        client, task_queue=task_queue, workflows=[RefundAgent], activities=[
+            steps.agent_decide_next_step, steps.lookup_order, steps.lookup_customer_history,
+            steps.check_refund_policy, steps.issue_refund, *xmemory.MemoryActivities(memory).all()],
+        # The SDK holds heartbeats back for 80% of their timeout; then one late beat is too late.
+        max_heartbeat_throttle_interval=HEARTBEAT_TIMEOUT / xmemory.BEATS_PER_TIMEOUT)

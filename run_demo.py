@@ -57,8 +57,7 @@ TYPING_SECONDS = 3600.0  # the same when a person types the answers
 
 
 def say(actor: str, text: str) -> None:
-    """One line; a text from a customer or from memory must not move the reader's cursor."""
-    print(f"{actor:>14}  {''.join(c if c.isprintable() else '?' for c in text)}", flush=True)
+    print(f"{actor:>14}  {harness.printable(text)}", flush=True)
 
 
 def heading(text: str) -> None:
@@ -155,6 +154,7 @@ class Scenario:
         if self.options.crash == "before-refund":
             return self.world.gate.arm("before issue_refund")
         if self.options.crash == "during-memory-write":
+            self.world.xmemory.paused = True  # the write is queued, and not applied yet
             return self.world.gate.arm("before xmemory_wait_for_write")
         where = "before" if self.options.crash == "refund-in-flight" else "after"
         return self.world.stripe.hold_next_create(where)
@@ -167,6 +167,7 @@ class Scenario:
         if self.world.ended.is_set():
             return
         await child.kill()
+        self.world.xmemory.paused = False
         self.killed_at, self.narrator.dead = time.monotonic(), child.pid
         say("demo", f"SIGKILL to process {child.pid}: {CRASHES[self.options.crash]}.")
 
@@ -271,7 +272,8 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     p, d = harness.tally(plain.world, plain.case_id), harness.tally(durable.world, durable.case_id)
     finished, result = durable.survived.finished, durable.world.result
     asked = [question.id for question in durable.world.people.asked]
-    expected = 1 if result and result.refund else 0
+    told_no = plain.options.typed and result is not None and result.outcome == "denied"
+    expected = 1 if plain.options.order_id in WITH_REFUND and not told_no else 0
     yield p.questions == 2 * d.questions > 0, "the plain process made the customer start over"
     yield len(set(asked)) == len(asked), "the Workflow asked no question twice"
     yield d.decisions == finished.count("agent_decide_next_step"), "it made no decision twice"
@@ -279,6 +281,8 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     yield d.lookups == looked_up, "it looked nothing up twice"
     yield d.refunds == expected, "it moved money once" if expected else "it moved no money"
     yield bool(result and result.remembered and d.remembered == 1), "it remembered the case once"
+    if plain.options.crash == "during-memory-write":
+        yield (p.writes, d.writes) == (2, 1), "it wrote to memory once, the plain process twice"
     if plain.options.crash == "refund-in-flight":
         yield d.refund_requests > 1, "it asked for the refund more than once, and that was safe"
         yield p.refunds == 2, "the plain process paid twice"
@@ -291,7 +295,7 @@ def show_counts(plain: Plain, durable: Durable) -> int:
     """Print the table and the claims; the exit code."""
     if not plain.killed_at or not durable.killed_at:
         print("\nThe case ended before the crash point, so there was nothing to kill.")
-        return 0
+        return 0 if plain.options.typed else 1
     heading("What was counted")
     print(f"{'':32}{'plain process':>16}{'Temporal Workflow':>20}")
     columns = [harness.tally(s.world, s.case_id, s.killed_at) for s in (plain, durable)]

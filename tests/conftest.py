@@ -131,4 +131,5 @@ def pytest_sessionfinish(exitstatus: pytest.ExitCode) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """The SDK's threads can crash a Python that is shutting down; see `harness.leave`."""
-    harness.leave(int(status))
+    if status != pytest.ExitCode.USAGE_ERROR:  # its message comes after this
+        harness.leave(int(status))

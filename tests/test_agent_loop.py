@@ -138,6 +138,30 @@ async def test_a_recalled_text_is_data_whatever_it_says(desk: Desk) -> None:
     assert result.outcome == "denied"
 
 
+async def test_a_new_customer_is_recalled_the_next_time(desk: Desk) -> None:
+    del desk.world.xmemory.tables["Customer"][("customer_id", "ada"),]
+    decider = Scripted(Step("deny", "no"))
+    first = await run_plain(desk.world, request_for("1234"), decider)
+    await run_agent(request_for("1234"), CaseKey("case-2", "run-2"), PlainRuntime(desk.world))
+    assert first.remembered and decider.shown[0].new_customer
+    assert "order 1234: denied" in (decider.shown[1].recalled or ())
+
+
+@pytest.mark.parametrize(("change", "outcome"), [
+    ({"amount": 80.5}, "needs a human"), ({"amount": None}, "needs a human")])
+async def test_a_shop_that_answers_nonsense_needs_a_human(
+    desk: Desk, change: dict[str, object], outcome: str
+) -> None:
+    desk.world.shop.orders["1234", 1].__dict__.update(change)
+    assert (await desk.run()).outcome == outcome
+
+
+async def test_a_payment_that_is_not_paid_needs_a_human(desk: Desk) -> None:
+    unpaid = desk.world.stripe.add_payment(200_00, "usd", status="processing")
+    desk.world.shop.orders["1234", 1].payment_intent = unpaid
+    assert (await desk.run()).notice == "this payment is not paid"
+
+
 async def test_a_strange_text_breaks_nothing(desk: Desk) -> None:
     decider = Scripted(Step("ask", "lone surrogate \ud800, {braces}"), Step("deny", "{no} \ud800"))
     assert (await desk.run(decider=decider)).outcome == "denied"
@@ -172,7 +196,7 @@ async def test_a_case_that_cannot_be_remembered_says_so_and_keeps_its_refund(des
         fake_xmemory.XmemoryAPIError("no", status=403, code="FORBIDDEN"), method="write_async")
     result = await run_plain(desk.world, request_for("1234"))
     assert (result.outcome, result.remembered) == ("refund succeeded", False)
-    assert result.notice == "not remembered: xmemory refused the API key"
+    assert result.notice == "memory may not have this case: xmemory refused the API key"
 
 
 @pytest.mark.parametrize(("code", "outcome"), [
@@ -194,8 +218,8 @@ async def test_complete_is_said_only_of_a_refund_that_succeeded(desk: Desk, stat
 
 async def test_all_that_crosses_an_activity_comes_back_as_it_went() -> None:
     known = Known(
-        recalled=("a",), answers={"q": "a"}, step=Step("ask", "q", 1), rejected=("x",),
-        order=refund_agent.Order("i", refund_agent.Money(1, "jpy"), 2, "pi", 1.5))
+        recalled=("a",), answers=(refund_agent.Asked("q", "a"),), step=Step("ask", "q", 1),
+        rejected=("x",), order=refund_agent.Order("i", refund_agent.Money(1, "jpy"), 2, "pi", 1.5))
     answers = {"q": refund_agent.Answer("q", "a")}
     given = refund_agent.CaseInput(request_for("1234"), known, 3.5, answers)
     payloads = await default().encode([given])

@@ -8,6 +8,7 @@ from freezegun import freeze_time
 import refund_agent
 from refund_agent import (
     INTAKE,
+    Asked,
     CustomerHistory,
     Known,
     Money,
@@ -20,7 +21,6 @@ from refund_agent import (
     refusal,
 )
 
-ANSWERED = dict.fromkeys(INTAKE, "yes")
 DAY = 24 * 60 * 60
 
 
@@ -29,16 +29,17 @@ def order(amount: int = 80_00, left: int = 200_00, currency: str = "usd", days: 
 
 
 def known(found: Order | None = None, refunds: int | None = None, eligible: bool | None = None,
-          answers: dict[str, str] = ANSWERED) -> Known:
+          answered: int = len(INTAKE)) -> Known:
     return Known(
-        recalled=(), answers=answers, order=found,
+        recalled=(), order=found,
+        answers=tuple(Asked(question, "yes") for question in INTAKE[:answered]),
         history=None if refunds is None else CustomerHistory(refunds, 400),
         policy=None if eligible is None else PolicyCheck(eligible, "the reason"))
 
 
 @pytest.mark.parametrize(("facts", "expected"), [
-    (known(answers={}), Step("ask", INTAKE[0])),
-    (known(answers={INTAKE[0]: "yes"}), Step("ask", INTAKE[1])),
+    (known(answered=0), Step("ask", INTAKE[0])),
+    (known(answered=1), Step("ask", INTAKE[1])),
     (known(), Step("lookup_order")),
     (known(order()), Step("lookup_customer_history")),
     (known(order(), 1), Step("approve", "within the limit, clean history", 80_00)),
@@ -86,7 +87,8 @@ def test_the_guard_rails_let_pass(step: Step) -> None:
 
 @pytest.mark.parametrize("raw", [
     None, "approve", {"action": "approve"}, [Step("approve"), Step("approve")], 7,
-    Step(action=None), Step("approve", amount="80"), Step("approve", amount=True),  # type: ignore[arg-type]
+    Step("approve", amount=10**400), Step("approve", amount=True),
+    Step(action=None), Step("approve", amount="80"),  # type: ignore[arg-type]
     Step("approve", text=["x"]), Step("approve", amount=80.5),  # type: ignore[arg-type]
 ])
 def test_what_is_no_step_becomes_one_that_is_refused(raw: object) -> None:

@@ -184,6 +184,32 @@ async def test_cancel_while_the_refund_is_in_flight_waits_for_its_outcome(desk: 
     assert harness.tally(desk.world, case.id).refunds == 1
 
 
+async def test_a_cancel_before_the_approval_wins(desk: Desk) -> None:
+    async with desk.open("1235") as case:
+        while not (question := await open_question(case)) or question.to != "reviewer":
+            await asyncio.sleep(harness.POLL_SECONDS)
+            desk.world.people.look_at(question if question and question.to == "reviewer" else None)
+    await case.cancel()
+    await send_answer(case, await reply(question), reviewer=True)
+    async with desk.worker():
+        with pytest.raises(WorkflowFailureError):
+            await case.result()
+    assert not desk.world.stripe.counts()["refunds.create"]
+
+
+async def test_a_payment_that_changed_during_the_review_needs_a_human(desk: Desk) -> None:
+    async def refunded_elsewhere(question: Question) -> Answer:
+        if question.to == "reviewer":
+            await desk.world.stripe.v1.refunds.create_async(
+                {"payment_intent": desk.world.payment_intent("1235"), "amount": 150_00})
+        return await reply(question)
+
+    desk.world.people = harness.People(refunded_elsewhere)
+    result = await desk.run("1235")
+    assert result.notice == "the payment changed while the case waited"
+    assert len(desk.world.stripe.refunds) == 2  # that one, and another order's from the start
+
+
 async def test_a_failing_stripe_is_retried_until_it_answers(desk: Desk) -> None:
     desk.world.stripe.fail_next(fake_stripe.rate_limited())
     desk.world.stripe.fail_next(fake_stripe.connection_lost(), acted=True)

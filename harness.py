@@ -768,7 +768,7 @@ async def temporal_server(*, ui: bool = False) -> AsyncIterator[Server]:
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]  # the others quote the file, keys and all
         raise HarnessError(f"The Temporal configuration cannot be read. {first_line}") from None
-    if address is None:
+    if not address:
         async with dev_server(ui=ui) as server:
             yield server
         return

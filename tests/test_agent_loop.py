@@ -53,7 +53,7 @@ ENDINGS = [
 async def durable(server: harness.Server, client: Client) -> dict[str, tuple[Desk, RefundResult]]:
     """Every ending, in the sandbox; of one, each Workflow Task is a full replay."""
     replaying = await harness.connect(server.address, plugins=[HarnessPlugin("replaying")])
-    desks = {id: Desk(replaying if id == "1235" else client) for id, _, _ in ENDINGS}
+    desks = {id: Desk(replaying if id == "1234" else client) for id, _, _ in ENDINGS}
     results = await asyncio.gather(*(desk.run(order_id) for order_id, desk in desks.items()))
     return dict(zip(desks, zip(desks.values(), results, strict=True), strict=True))
 

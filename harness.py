@@ -36,7 +36,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -497,7 +497,6 @@ class Child:
     name: str
     process: anyio.abc.Process
     output: Any
-    killed: bool = field(default=False)
 
     @property
     def pid(self) -> int:
@@ -505,7 +504,6 @@ class Child:
 
     async def kill(self) -> None:
         """SIGKILL, then reap: the server learns of the death before anything else happens."""
-        self.killed = True
         with suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()

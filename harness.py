@@ -264,6 +264,7 @@ class Fixture:
     """An order, the payment it was part of, and its customer. Amounts in minor units."""
 
     order_id: str
+    shows: str  # what this order is for
     item: str
     amount: int
     paid: int

@@ -37,12 +37,13 @@ except KeyboardInterrupt:
 from refund_agent import Answer, Money, Question, RefundRequest
 
 ORDERS = {order.order_id: order for order in (
-    Fixture("1234", "teapot", 80_00, 200_00, "ada", earlier_refunds=1),
-    Fixture("1235", "espresso machine", 150_00, 400_00, "ben"),
-    Fixture("1236", "floor lamp", 130_00, 300_00, "cleo", days_ago=45),
-    Fixture("1237", "wine glasses", 40_00, 40_00, "dan", refunded=40_00),
-    Fixture("1238", "picture frame", 50_00, 120_00, "eva", earlier_refunds=3),
-    Fixture("1239", "tea set", 9_899, 24_000, "fumi", currency="jpy"))}
+    Fixture("1234", "approved at once", "teapot", 80_00, 200_00, "ada", earlier_refunds=1),
+    Fixture("1235", "above the limit: a human approves", "stove", 150_00, 400_00, "ben"),
+    Fixture("1236", "bought too long ago: denied", "lamp", 130_00, 300_00, "cleo", days_ago=45),
+    Fixture("1237", "refunded already", "wine glasses", 40_00, 40_00, "dan", refunded=40_00),
+    Fixture("1238", "three earlier refunds: a human approves", "picture frame", 50_00, 120_00,
+            "eva", earlier_refunds=3),
+    Fixture("1239", "in yen", "tea set", 9_899, 24_000, "fumi", currency="jpy"))}
 WITH_REFUND = ("1234", "1235", "1238", "1239")  # the others, and unknown ones, end without
 SCRIPT = dict(zip(refund_agent.INTAKE, ("Yes, I opened it.", "The lid is cracked."), strict=True))
 CRASHES = {
@@ -344,13 +345,17 @@ async def demo(options: Options) -> int:
 
 def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        description="Kill the same refund agent twice, as a plain process and as a Temporal "
-        "Workflow, and count what each one loses.", formatter_class=argparse.RawTextHelpFormatter)
+        description="Kill the same refund agent twice, as a plain process and as a Temporal\n"
+        "Workflow, and count what each one loses. Exits with 0 if all that it claims was observed.",
+        formatter_class=argparse.RawTextHelpFormatter)
     points = "\n".join(f"{name}: {text}" for name, text in CRASHES.items())
-    parser.add_argument("--crash", choices=CRASHES, metavar="POINT", help=points)
-    orders = "\n".join(f"{o.order_id}: {o.item}, {Money(o.amount, o.currency)}, "
-                       f"{o.earlier_refunds} earlier refunds" for o in ORDERS.values())
-    parser.add_argument("--order", default="1234", metavar="ID", help=orders)
+    parser.add_argument("--crash", choices=CRASHES, metavar="POINT",
+                        help="when to kill it; the first, or the last for an order without a "
+                        f"refund, if not said otherwise\n{points}")
+    orders = "\n".join(f"{o.order_id}: {o.item}, {Money(o.amount, o.currency)}, {o.shows}"
+                       for o in ORDERS.values())
+    parser.add_argument("--order", default="1234", metavar="ID",
+                        help=f"what to refund; the first if not said otherwise\n{orders}")
     parser.add_argument("--ask", action="store_true", help="you are the customer and the reviewer")
     parser.add_argument("--ui", action="store_true", help="keep the server up, with its Web UI")
     given = parser.parse_args(arguments)

@@ -192,12 +192,13 @@ class FakeStripe:
 
     async def post(self, endpoint: str, path: str, params: Params, options: Params | None,
                    check: Callable[[], Effect]) -> SimpleNamespace:
-        """`check` validates, and a refusal there is not stored; one by the effect it returns is."""
+        """`check` validates and returns the effect. Its own refusals are not stored, the effect's
+        are."""
         key = (options or {}).get("idempotency_key") or None
         with self.received(endpoint, key) as request_id:
             fault = self.take_fault(endpoint)
-            lost = fault and fault.error.http_status in IN_FRONT
-            if fault and lost and not fault.acted:
+            in_front = fault and fault.error.http_status in IN_FRONT
+            if fault and in_front and not fault.acted:
                 raise copy.copy(fault.error)
             headers = {}
             if stored := self._known(key, path, params):
@@ -206,7 +207,7 @@ class FakeStripe:
                 effect = check()
                 stored = _Stored(path, copy.deepcopy(dict(params)), time.time(), request_id)
                 await self._act(stored, key, effect, fault)
-            if fault and lost:
+            if fault and in_front:
                 raise copy.copy(fault.error)
             return self._answer(stored, request_id, key, headers)
 

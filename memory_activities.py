@@ -109,7 +109,7 @@ UNKNOWN = Verdict("XmemoryUnknown", True, "xmemory answered with a code unknown 
 MONTHLY_QUOTA = Verdict("XmemoryMonthlyQuotaExceeded", False, "the monthly quota is used up")
 QUOTA = Verdict("XmemoryQuotaExceeded", False, "an xmemory quota is used up")
 AUTH_FAILED = Verdict("XmemoryAuthFailed", False, "xmemory refused the API key")
-NOT_FOUND = Verdict("XmemoryNotFound", False, "xmemory has no such instance or record")
+NOT_FOUND = Verdict("XmemoryNotFound", False, "xmemory has no such instance")
 BAD_REQUEST = Verdict("XmemoryBadRequest", False, "xmemory refused the request")
 SCHEMA_REJECTED = Verdict("XmemorySchemaRejected", False, "xmemory refused the schema request")
 WRITE_FAILED = Verdict("XmemoryWriteFailed", False, "xmemory could not apply the write")
@@ -392,8 +392,8 @@ def client_timeout() -> float | None:
 
 
 def _seconds_left(max_wait_seconds: float) -> float:
-    """Until the deadline of a wait. One poll always falls on it, so that a write which ends there
-    is not lost; the server's own limit lies behind it, as it drops a retry that would pass it."""
+    """Until the deadline of a wait. One poll always falls on it, so a write that ends there is not
+    lost. Temporal's own limit lies later: it drops a retry whose delay would pass that limit."""
     if not activity.in_activity():
         return max_wait_seconds
     return max_wait_seconds - (datetime.now(UTC) - activity.info().scheduled_time).total_seconds()

@@ -9,7 +9,8 @@ schedules them as Activities. Nothing in the loop knows which. The words, each w
     step      what the decider wants next: ask, look something up, or decide
     turn      one step, carried out or rejected
     case      one request from first message to result; its id is the Workflow ID
-    decider   what chooses the steps: the policy below, or a live model; the guard rails are code
+    decider   what chooses the steps: the policy below, or a live model. Code bounds it: which steps
+              there are, the amount, and when a human must approve; the rest is the decider's
 
 The one rule: every fact has an owner, and the owner's record wins. Stripe owns whether money moved,
 the shop owns the order, Event History owns where the work stands. Memory informs, never decides.
@@ -48,7 +49,7 @@ MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old on
 
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
 REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
-A_MOMENT = timedelta(milliseconds=1)
+A_MOMENT = timedelta(milliseconds=1)  # long enough to be a timer
 QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
@@ -116,7 +117,6 @@ class Order:
 @dataclass(frozen=True)
 class CustomerHistory:
     earlier_refunds: int
-    customer_for_days: int
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def above_limit(refund: Money) -> bool:
 
 
 def refusal(step: Step, known: Known) -> str:
-    """The guard rails: why this step is not carried out, or "". Code, not the decider, has the last
-    word, whatever model sits there and whatever a customer or a memory told it."""
+    """The guard rails: why this step is not carried out, or "". They hold whatever model sits there
+    and whatever a customer or a memory told it."""
     if step.action not in ACTIONS:
         return f"there is no such step; choose one of {', '.join(ACTIONS)}"
     if step.action == "ask":
@@ -322,7 +322,7 @@ class Runtime(Protocol):
     """How to act and how to ask. Steps that fail raise StepFailed; cancellation passes through."""
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Seconds since the epoch; in a Workflow, the same on every replay."""
 
     async def act(self, step: Callable[[Any, In], Awaitable[Out]], argument: In) -> Out:
         """Carry out one of the Activities below."""
@@ -398,7 +398,7 @@ async def decide_case(
         elif step.action == "deny" or known.order is None:
             return ended("denied", reason=step.text)
         else:
-            return await approve(step, known.order, request, key, runtime, known)
+            return await order_refund(step, known.order, request, key, runtime, known)
     return ended("needs a human", notice="the decider ran out of turns or ignored its refusals")
 
 
@@ -414,7 +414,7 @@ async def look_up(action: str, request: RefundRequest, known: Known, runtime: Ru
     return learned(known, policy=check)
 
 
-async def approve(
+async def order_refund(
     step: Step, order: Order, request: RefundRequest, key: CaseKey, runtime: Runtime, known: Known
 ) -> RefundResult | RefundOrder:
     """Above the limit, or if the decider says so, only a human can approve."""
@@ -426,7 +426,8 @@ async def approve(
             return ended("abandoned")
         if not answer.approve:
             return ended("denied", reason="a colleague decided so", notice=answer.text)
-        # A month may have passed; and a cancel that came before the approval takes effect here.
+        # A month may have passed. And a cancel that came before the approval is delivered here, at
+        # the next await that leaves the Workflow: Signals are handled first.
         now = await runtime.act(RefundActivities.lookup_order, request)
         if now is None or now.left != order.left:
             return ended("needs a human", notice="the payment changed while the case waited")
@@ -446,11 +447,12 @@ async def carry_out(
     values |= {"outcome": result.outcome}
     if result.refund is not None:
         values |= {"refund_id": result.refund.id, "refunded": str(result.refund.money)}
-    records = [xmemory.create("RefundCase", {"case_id": key.case_id}, values)]
     if new_customer:
-        records.insert(0, xmemory.create("Customer", {"customer_id": request.customer_id}, {}))
+        with suppress(StepFailed):  # it is there, or the next write fails as well
+            customer = {"customer_id": request.customer_id}
+            await runtime.remember([xmemory.create("Customer", customer, {})])
     try:
-        await runtime.remember(records)
+        await runtime.remember([xmemory.create("RefundCase", {"case_id": key.case_id}, values)])
     except StepFailed as failure:
         doubt = f"memory may not have this case: {failure.message}"
         return replace(result, notice=f"{result.notice} {doubt}".strip())
@@ -490,7 +492,8 @@ def ended(
 
 # --- What Stripe's failures mean -----------------------------------------------------------------
 # One table. Errors are known by their attributes, so the SDK's and a stand-in's are treated alike.
-# Every try asks the owner first, so trying again is always safe; the question is only how long.
+# Every try asks the owner first, so trying again is always safe; the question is only how long. A
+# 500 is answered again to the same key for a day: those tries only look whether a refund turned up.
 
 ALREADY_REFUNDED, DISPUTED = "StripeAlreadyRefunded", "StripeChargeDisputed"
 
@@ -515,7 +518,7 @@ STRIPE_FAILURES = {  # by `error.code`, else by `error.type`, else by HTTP statu
     400: StripeFailure("StripeRefused", False, "Stripe refused the request"),  # any other 4xx
     500: StripeFailure("StripeServerError", True, "Stripe had a server error"),  # any other 5xx
     200: StripeFailure("StripeUnreadable", True, "Stripe's answer could not be read"),
-    None: StripeFailure("StripeUnreachable", False, "the request to Stripe could not be made"),
+    None: StripeFailure("StripeNotAsked", False, "the request to Stripe could not be made"),
 }
 
 
@@ -523,6 +526,8 @@ def stripe_failure(error: Exception) -> StripeFailure:
     status: int | None = getattr(error, "http_status", None)
     if status is None and (getattr(error, "should_retry", False) or isinstance(error, OSError)):
         status = 408  # the answer was lost, or the request
+    if isinstance(error, Unreadable):
+        status = 200  # Stripe acted, perhaps; the next try looks
     facts, headers = getattr(error, "error", None), getattr(error, "headers", None) or {}
     asked_to = {name.lower(): value for name, value in headers.items()}.get("stripe-should-retry")
     names = (getattr(facts, "code", None), getattr(facts, "type", None), status)
@@ -576,6 +581,9 @@ class Shop(Protocol):
 
 
 class Decider(Protocol):
+    """Returns anything with the attributes of a Step; what is not, is rejected and shown to it. The
+    text of a denial goes to the customer word for word."""
+
     async def decide(self, request: RefundRequest, known: Known) -> object: ...
 
 
@@ -606,9 +614,10 @@ class RefundActivities:
         with stripe_errors():
             payment = await self._stripe.v1.payment_intents.retrieve_async(
                 found.payment_intent, {"expand": ["latest_charge"]})
-        if not (charge := payment.latest_charge):
+            charge = payment.latest_charge
+            left = whole(charge.amount) - whole(charge.amount_refunded) if charge else 0
+        if not charge:
             raise ApplicationError("this payment is not paid", type="NotPaid", non_retryable=True)
-        left = whole(charge.amount) - whole(charge.amount_refunded)
         price = Money(amount, payment.currency)
         return Order(item[:MAX_TEXT], price, left, found.payment_intent, bought)
 
@@ -617,7 +626,7 @@ class RefundActivities:
     async def lookup_customer_history(self, customer_id: str) -> CustomerHistory:
         with failing_as("ShopFailed", "the shop gave no readable answer"):
             found = await self._shop.customer_history(customer_id)
-            return CustomerHistory(whole(found.earlier_refunds), whole(found.customer_for_days))
+            return CustomerHistory(whole(found.earlier_refunds))
 
     @activity.defn
     @xmemory.heartbeating
@@ -675,7 +684,7 @@ class Progress:
 @dataclass(frozen=True)
 class CaseInput:
     """What a run starts from: the request, and what the run before it handed over. `answers` maps
-    question ids to answers that were not used yet."""
+    question ids to the answers given so far, used or not."""
 
     request: RefundRequest
     known: Known = Known()
@@ -723,13 +732,14 @@ class RefundAgent:
         id, shape = answer.question_id, r"(\w+)-(\d{1,4})-[0-9a-f]{8}"
         named = re.fullmatch(shape, answer.question_id)
         is_open = self._question is not None and self._question.id == id
+        next_turn = self._known.turn + (self._question is not None)
         if unfit := unfit_text(answer.text, sender):
             self._ignored = f"a message that is {unfit}"
         elif named is None or named[1] != sender or int(named[2]) >= MAX_TURNS:
             self._ignored = f"a message of the {sender} for an unknown question"
         elif id in self._answers:
             self._ignored = "a second answer to the same question"
-        elif not is_open and int(named[2]) < self._known.turn + (self._question is not None):
+        elif not is_open and int(named[2]) < next_turn:
             self._ignored = "an answer to a question that is not open"
         elif not is_open and len(self._answers) >= MAX_EARLY:
             self._ignored = "too many answers to questions that were not asked yet"
@@ -814,9 +824,9 @@ async def start_case(
     client: Client, request: RefundRequest, *, task_queue: str, case_id: str | None = None,
     task_timeout: timedelta | None = None,
 ) -> Case:
-    """Start a case, or find it: while it runs, and after it ended well, there is only this one. One
-    that failed, was canceled or was terminated is started anew. Whose order it is, the caller has
-    checked: a case of the wrong customer ends as "order not found", and then is the only one.
+    """Start a case, or find it: while it runs, and after it completed with whatever outcome, there
+    is only this one. One that failed, was canceled or was terminated is started anew. Whose order
+    it is, the caller has checked: a case of the wrong customer completes as "order not found".
 
     `task_timeout` bounds how long a Workflow Task stays with a Worker that died (None: 10 seconds).
     Raises Refused for a malformed request, and for a case of another customer.
@@ -849,7 +859,7 @@ async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> 
         now = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
         open_to = (now.question.id, now.question.to) if now.question else None
         if now.phase != "closed" and open_to != (answer.question_id, sender):
-            raise Refused("this question is not open any more; nothing is lost, please go on")
+            raise Refused("this question is not open, so your message was not used; please go on")
     try:
         await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)
     except RPCError as error:

@@ -33,7 +33,7 @@ def known(found: Order | None = None, refunds: int | None = None, eligible: bool
     return Known(
         recalled=(), order=found,
         answers=tuple(Asked(question, "yes") for question in INTAKE[:answered]),
-        history=None if refunds is None else CustomerHistory(refunds, 400),
+        history=None if refunds is None else CustomerHistory(refunds),
         policy=None if eligible is None else PolicyCheck(eligible, "the reason"))
 
 

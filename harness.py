@@ -584,6 +584,50 @@ async def first(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
+class Crash:
+    """One kill in a world: `before-refund`, `refund-in-flight`, `after-refund` or
+    `during-memory-write`. `killed_at` is by time.monotonic(), 0 before the kill."""
+
+    def __init__(self, world: World, point: str) -> None:
+        self.world, self.point, self.killed_at = world, point, 0.0
+
+    async def kill(self, child: Child, seconds: float) -> bool:
+        """SIGKILL the child at the crash point; False if its case ended before it came there."""
+        waits = partial(first, self._trap(), self.world.ended)
+        await child.until(waits, seconds, "the crash point")
+        if self.world.ended.is_set():
+            return False
+        await child.kill()
+        self.killed_at, self.world.xmemory.paused = time.monotonic(), False
+        return True
+
+    async def finish(self, child: Child, seconds: float) -> None:
+        """Let a new process bring the case to its end."""
+        async with background(self._let_stripe_act):
+            await child.until(self.world.ended.wait, seconds, "the result")
+        self.world.stripe.release()
+        await anyio.sleep(POLL_SECONDS)  # what was still held is carried out by now
+
+    def _trap(self) -> asyncio.Event:
+        """Hold the process at the crash point; the event says that it is there."""
+        if self.point == "before-refund":
+            return self.world.gate.arm("before issue_refund")
+        if self.point == "during-memory-write":
+            self.world.xmemory.paused = True  # the write is queued, and not applied yet
+            return self.world.gate.arm("before xmemory_wait_for_write")
+        where = "before" if self.point == "refund-in-flight" else "after"
+        return self.world.stripe.hold_next_create(where)
+
+    async def _let_stripe_act(self) -> None:
+        """A request that has arrived is carried out, dead caller or not. If Stripe had not acted
+        before the kill, it is slow, and acts when another request stands at its door."""
+        while self.point == "refund-in-flight":
+            if self.world.stripe.counts()["refunds.create"] > 1:
+                break
+            await anyio.sleep(POLL_SECONDS)
+        self.world.stripe.release()
+
+
 @asynccontextmanager
 async def no_open_run(client: Client, case_id: str, world: World) -> AsyncIterator[None]:
     """Whatever ends this block, also while the case is being started, ends the case with it."""

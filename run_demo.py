@@ -28,7 +28,7 @@ try:
 
     import harness
     import refund_agent
-    from harness import Call, Child, Fixture, HarnessError, Server, World, background
+    from harness import Call, Child, Crash, Fixture, HarnessError, Server, World, background
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed with: pip install -e .")
 except KeyboardInterrupt:
@@ -127,7 +127,7 @@ class Scenario:
         self.options, self.case_id, self.narrator = options, case_id, Narrator(kind)
         self.world = World(list(ORDERS.values()), self.reply, self.narrator.on_call)
         self.seconds = TYPING_SECONDS if options.typed else STEP_SECONDS
-        self.killed_at = 0.0
+        self.crash = Crash(self.world, options.crash)
 
     async def reply(self, question: Question) -> Answer:
         """The customer and the reviewer: scripted, or the person at the terminal."""
@@ -150,43 +150,10 @@ class Scenario:
                 return Answer(question.id, text, approve=text.lower() == "y")
             say("demo", "please type an answer" if to_customer else "please type y or n")
 
-    def set_trap(self) -> asyncio.Event:
-        """Hold the process at the crash point; the event says that it is there."""
-        if self.options.crash == "before-refund":
-            return self.world.gate.arm("before issue_refund")
-        if self.options.crash == "during-memory-write":
-            self.world.xmemory.paused = True  # the write is queued, and not applied yet
-            return self.world.gate.arm("before xmemory_wait_for_write")
-        where = "before" if self.options.crash == "refund-in-flight" else "after"
-        return self.world.stripe.hold_next_create(where)
-
     async def kill(self, child: Child) -> None:
-        """SIGKILL at the crash point, or nothing if the case ends before it comes there."""
-        trapped = self.set_trap()
-        waits = partial(harness.first, trapped, self.world.ended)
-        await child.until(waits, self.seconds, "the crash point")
-        if self.world.ended.is_set():
-            return
-        await child.kill()
-        self.world.xmemory.paused = False
-        self.killed_at, self.narrator.dead = time.monotonic(), child.pid
-        say("demo", f"SIGKILL to process {child.pid}: {CRASHES[self.options.crash]}.")
-
-    async def end(self, child: Child) -> None:
-        """Let a new process bring the case to its end."""
-        async with background(self.let_stripe_act):
-            await child.until(self.world.ended.wait, self.seconds, "the result")
-        self.world.stripe.release()
-        await anyio.sleep(harness.POLL_SECONDS)  # what was still held is carried out by now
-
-    async def let_stripe_act(self) -> None:
-        """A request that has arrived is carried out, dead caller or not. If Stripe had not acted
-        before the kill, it is slow, and acts when another request stands at its door."""
-        while self.options.crash == "refund-in-flight":
-            if self.world.stripe.counts()["refunds.create"] > 1:
-                break
-            await anyio.sleep(harness.POLL_SECONDS)
-        self.world.stripe.release()
+        if await self.crash.kill(child, self.seconds):
+            self.narrator.dead = child.pid
+            say("demo", f"SIGKILL to process {child.pid}: {CRASHES[self.options.crash]}.")
 
     def tell(self) -> None:
         assert self.world.result is not None
@@ -204,12 +171,12 @@ class Plain(Scenario):
             await self.kill(first)
 
     async def start_over(self) -> None:
-        if self.killed_at:
+        if self.crash.killed_at:
             say("customer", "Hello? What happened to my refund?")
             self.narrator.looking, job = True, self.job(look=True)
             async with harness.agent("plain", self.world, job, self.narrator) as second:
                 say("demo", f"starts a new process, {second.pid}")
-                await self.end(second)
+                await self.crash.finish(second, self.seconds)
         self.tell()
 
     def job(self, *, look: bool) -> dict[str, object]:
@@ -230,14 +197,14 @@ class Durable(Scenario):
                 case_id=self.case_id, task_timeout=harness.TASK_TIMEOUT)
             async with background(partial(world.attend, case)):
                 await self.kill(first)
-            if self.killed_at:
+            if self.crash.killed_at:
                 left = await harness.what_survived(case, client)
                 say("Temporal", f"no Worker is alive; recorded: {len(left.answers)} answers, "
                                 f"{len(left.finished)} Activities, next: {left.next_action}")
                 async with harness.agent("worker", world, job, self.narrator) as second:
                     say("demo", f"starts a new Worker, process {second.pid}")
                     async with background(partial(world.attend, case)):
-                        await self.end(second)
+                        await self.crash.finish(second, self.seconds)
             self.survived = await harness.what_survived(case, client)
         self.tell()
 
@@ -298,12 +265,12 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
 
 def show_counts(plain: Plain, durable: Durable) -> int:
     """Print the table and the claims; the exit code."""
-    if not plain.killed_at or not durable.killed_at:
+    if not plain.crash.killed_at or not durable.crash.killed_at:
         print("\nThe case ended before the crash point, so there was nothing to kill.")
         return 0 if plain.options.typed else 1
     heading("What was counted")
     print(f"{'':32}{'plain process':>16}{'Temporal Workflow':>20}")
-    columns = [harness.tally(s.world, s.case_id, s.killed_at) for s in (plain, durable)]
+    columns = [harness.tally(s.world, s.case_id, s.crash.killed_at) for s in (plain, durable)]
     for name, label in ROWS.items():
         cells = [getattr(column, name) for column in columns]
         if name == "reviews" and not any(cells):

@@ -39,7 +39,7 @@ async def kill_once(server: harness.Server, crash: str) -> harness.Tally:
         async with harness.agent("worker", durable.world, job, durable.narrator) as first:
             with contextlib.redirect_stdout(io.StringIO()):
                 await durable.play(server, first, job)
-    return harness.tally(durable.world, durable.case_id, durable.killed_at)
+    return harness.tally(durable.world, durable.case_id, durable.crash.killed_at)
 
 
 def show(what: str, seconds: list[float]) -> float:

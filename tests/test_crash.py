@@ -21,7 +21,8 @@ async def ended(crash_scenarios: asyncio.Task[Ended]) -> Ended:
 async def test_a_workflow_that_is_killed_loses_nothing(ended: Ended, crash: str) -> None:
     durable = ended.durable[crash]
     tally = harness.tally(durable.world, durable.case_id)
-    assert durable.killed_at and (tally.questions, tally.decisions, tally.lookups) == (2, 5, 2)
+    assert durable.crash.killed_at
+    assert (tally.questions, tally.decisions, tally.lookups) == (2, 5, 2)
     assert (tally.refunds, tally.remembered) == (1, 1)
     assert tally.refund_requests > 1 if crash == "refund-in-flight" else tally.refund_requests == 1
 
@@ -30,7 +31,8 @@ async def test_a_workflow_that_is_killed_loses_nothing(ended: Ended, crash: str)
 async def test_a_plain_process_that_is_killed_starts_over(ended: Ended, crash: str) -> None:
     plain = ended.plain[crash]
     tally = harness.tally(plain.world, plain.case_id)
-    assert plain.killed_at and (tally.questions, tally.decisions, tally.lookups) == (4, 10, 4)
+    assert plain.crash.killed_at
+    assert (tally.questions, tally.decisions, tally.lookups) == (4, 10, 4)
     assert (tally.refunds, tally.remembered) == (2 if crash == "refund-in-flight" else 1, 1)
 
 

@@ -137,6 +137,6 @@ def test_a_claim_that_was_not_observed_fails_the_demo(capsys: pytest.CaptureFixt
     plain = run_demo.Plain(options, "agent", "case")
     durable = run_demo.Durable(options, "worker", "case")
     durable.survived = Survived([], [], "wait")
-    plain.killed_at = durable.killed_at = 1.0
+    plain.crash.killed_at = durable.crash.killed_at = 1.0
     assert run_demo.show_counts(plain, durable) == 1
     assert "NOT OBSERVED  the plain process made the customer start over" in capsys.readouterr().out

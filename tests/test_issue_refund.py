@@ -139,7 +139,7 @@ FAILURES = [
     (error(400, headers={"Stripe-Should-Retry": "true"}), "StripeRefused", True),
     (error(200), "StripeUnreadable", True),
     (error(408), "StripeUnreachable", True),
-    (fake_stripe.AuthenticationError("no key"), "StripeUnreachable", False),
+    (fake_stripe.AuthenticationError("no key"), "StripeNotAsked", False),
     (error(401), "StripeAuthFailed", False),
     (fake_stripe.not_permitted(), "StripeNotPermitted", False),
     (error(404, "resource_missing"), "StripeNotFound", False),

@@ -668,7 +668,7 @@ class PlainRuntime:
         text = json.dumps(list(mutations), sort_keys=True)
         wanted = self._memory.write_async(xmemory.WriteInput(mutations_json=text))
         queued = await self._step("xmemory_write_async", wanted)
-        wait = xmemory.WaitInput(queued.write_id, 0, text)
+        wait = xmemory.WaitInput(queued.write_id, xmemory.MAX_WAIT.total_seconds(), text)
         while queued.write_id:
             try:
                 step = self._memory.wait_for_write(wait)

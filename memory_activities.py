@@ -349,7 +349,8 @@ class MemoryActivities:
             found = await self._instance.write_status(write_id, timeout=client_timeout())
         except ValueError:  # the real client will not parse a status that is new to it
             return WriteStatus(write_id, "unknown")
-        return WriteStatus(write_id, str(found.write_status), found.error_detail)
+        word = getattr(found.write_status, "value", found.write_status)  # an enum, in the client
+        return WriteStatus(write_id, str(word), found.error_detail)
 
     async def _write(self, call: Method, input: WriteInput) -> WriteOutput:
         try:

@@ -191,6 +191,11 @@ async def test_without_memory_the_agent_goes_on_and_says_so(desk: Desk) -> None:
     assert decider.shown[0].memory_notice == "xmemory did not answer"
 
 
+async def test_a_plain_process_waits_for_its_write(desk: Desk) -> None:
+    desk.world.xmemory.job_seconds = 0.2
+    assert (await run_plain(desk.world, request_for("1234"))).remembered
+
+
 async def test_a_case_that_cannot_be_remembered_says_so_and_keeps_its_refund(desk: Desk) -> None:
     desk.world.xmemory.fail_next(
         fake_xmemory.XmemoryAPIError("no", status=403, code="FORBIDDEN"), method="write_async")

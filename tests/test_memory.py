@@ -4,6 +4,8 @@ import asyncio
 import json
 import uuid
 from datetime import timedelta
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +176,18 @@ async def test_a_status_that_is_new_to_us_means_not_finished(
         assert await handle.result() == "completed"
 
 
+async def test_a_status_may_be_an_enum_as_in_the_client() -> None:
+    class Status(Enum):
+        completed = "completed"
+
+    class Client(FakeXmemory):
+        async def write_status(self, write_id: str, **_: Any) -> Any:
+            return SimpleNamespace(write_status=Status.completed, error_detail=None)
+
+    found = await MemoryActivities(Client({})).wait_for_write(WaitInput("w", 1))
+    assert found.write_status == "completed"
+
+
 @pytest.mark.parametrize("method", ["write", "write_async"])
 async def test_a_lost_answer_to_a_create_still_ends_in_one_record(
     xmemory: FakeXmemory, method: str
@@ -185,7 +199,7 @@ async def test_a_lost_answer_to_a_create_still_ends_in_one_record(
     assert not lost.value.non_retryable
     again = await getattr(memory, method)(input)
     if again.write_id:
-        await memory.wait_for_write(WaitInput(again.write_id, 0, input.mutations_json))
+        await memory.wait_for_write(WaitInput(again.write_id, 1, input.mutations_json))
     assert len(xmemory.tables["RefundCase"]) == 1
 
 

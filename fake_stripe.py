@@ -16,7 +16,7 @@ import asyncio
 import copy
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,11 +107,8 @@ class _Stored:
     outcome: Record | StripeError | None = None
 
 
-@dataclass
-class _Fault:
+class _Fault(NamedTuple):
     error: StripeError
-    times: int
-    endpoint: str
     acted: bool
 
 
@@ -134,7 +131,7 @@ class FakeStripe:
         self.next_statuses: list[str] = []  # of the next refunds; then "succeeded"
         self.answer_delay_seconds = 0.0  # between acting on a create and answering it
         self._keys: dict[str, _Stored] = {}
-        self._faults: list[_Fault] = []
+        self._faults: dict[str, list[_Fault]] = defaultdict(list)
         self._hold, self._held, self._released = "", asyncio.Event(), asyncio.Event()
         self._ids = itertools.count(1)
         self.v1 = SimpleNamespace(refunds=_Refunds(self), payment_intents=_PaymentIntents(self))
@@ -172,7 +169,7 @@ class FakeStripe:
                   acted: bool = False) -> None:
         """Answer the next `times` calls of `endpoint` with `error`. With `acted` the request is
         carried out first: an answer that gets lost, or a 500 after the effect."""
-        self._faults.append(_Fault(error, times, endpoint, acted))
+        self._faults[endpoint] += [_Fault(error, acted)] * times
 
     def hold_next_create(self, where: str) -> asyncio.Event:
         """Stop the next create `before` Stripe acts, or `after` that but before it answers, until
@@ -243,13 +240,7 @@ class FakeStripe:
                                       "keys.", 401, "invalid_request_error")
 
     def take_fault(self, endpoint: str) -> _Fault | None:
-        for fault in self._faults:
-            if fault.endpoint == endpoint:
-                fault.times -= 1
-                if not fault.times:
-                    self._faults.remove(fault)
-                return fault
-        return None
+        return self._faults[endpoint].pop(0) if self._faults[endpoint] else None
 
     def _known(self, key: str | None, path: str, params: Params) -> _Stored | None:
         if key is not None and len(key) > MAX_KEY_LENGTH:

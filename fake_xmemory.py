@@ -19,7 +19,7 @@ import copy
 import itertools
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -75,18 +75,15 @@ class ReadResult:
 
 
 @dataclass
-class WriteResult:
-    write_id: str
-    trace_id: str | None = TRACE
-    console_url: str | None = None
-    changes: Any = None
-
-
-@dataclass
 class AsyncWriteResult:
     write_id: str
     trace_id: str | None = TRACE
     console_url: str | None = None
+
+
+@dataclass
+class WriteResult(AsyncWriteResult):
+    changes: Any = None
 
 
 @dataclass
@@ -112,14 +109,6 @@ class _Job:
     completed_at: datetime | None = None
 
 
-@dataclass
-class _Fault:
-    error: XmemoryAPIError
-    times: int
-    method: str
-    acted: bool
-
-
 # --- The instance --------------------------------------------------------------------------------
 
 
@@ -134,7 +123,7 @@ class FakeXmemory:
         self.calls: list[str] = []
         self._jobs: dict[str, _Job] = {}
         self._passes = itertools.count()
-        self._faults: list[_Fault] = []
+        self._faults: dict[str, list[tuple[XmemoryAPIError, bool]]] = defaultdict(list)
 
     def put(self, name: str, row: Row) -> None:
         """A record that is there from the start."""
@@ -143,7 +132,7 @@ class FakeXmemory:
     def fail_next(self, error: XmemoryAPIError, *, times: int = 1, method: str = "read",
                   acted: bool = False) -> None:
         """Answer the next `times` calls of `method` with `error`; with `acted`, queue it first."""
-        self._faults.append(_Fault(error, times, method, acted))
+        self._faults[method] += [(error, acted)] * times
 
     def counts(self) -> Counter[str]:
         """How often each method was called."""
@@ -203,15 +192,12 @@ class FakeXmemory:
     def _receive(self, method: str) -> XmemoryAPIError | None:
         """Count the call. A scripted fault is raised, or returned if the call acts before it."""
         self.calls.append(method)
-        for fault in self._faults:
-            if fault.method == method:
-                fault.times -= 1
-                if not fault.times:
-                    self._faults.remove(fault)
-                if fault.acted:
-                    return copy.copy(fault.error)
-                raise copy.copy(fault.error)
-        return None
+        if not self._faults[method]:
+            return None
+        error, acted = self._faults[method].pop(0)
+        if not acted:
+            raise copy.copy(error)
+        return copy.copy(error)
 
     def _submit(self, method: str, text: str, mutations: Sequence[Mutation] | None, logic: str,
                 scope: Scope | None) -> _Job:

@@ -50,6 +50,7 @@ MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old on
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
 REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
 A_MOMENT = timedelta(milliseconds=1)  # long enough to be a timer
+STRIPE_PAGE = 100  # refunds in one answer; the most Stripe gives
 QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
@@ -655,7 +656,7 @@ class RefundActivities:
 
     async def _refund_of_case(self, order: RefundOrder) -> Any:
         """What the owner has on record, every page of it."""
-        query: dict[str, Any] = {"payment_intent": order.payment_intent, "limit": 100}
+        query: dict[str, Any] = {"payment_intent": order.payment_intent, "limit": STRIPE_PAGE}
         while True:
             page = await self._stripe.v1.refunds.list_async(query)
             for refund in page.data:

@@ -274,6 +274,21 @@ async def test_a_flood_of_messages_continues_as_new_and_loses_nothing() -> None:
         assert key.startswith(f"refund:{case.first_execution_run_id}:")
 
 
+async def test_a_cancel_is_not_lost_when_the_case_continues_as_new() -> None:
+    async with harness.dev_server(config=[harness.FAST_TIMERS, SUGGEST_EARLY]) as server:
+        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("demo")]))
+        async with desk.worker():
+            case = await desk.start()
+            await question_of(case)
+        for _ in range(30):
+            await case.signal(RefundAgent.answer, Answer("nonsense", "x"))
+        await case.cancel()
+        async with desk.worker():
+            with pytest.raises(WorkflowFailureError) as failure:
+                await asyncio.wait_for(case.result(), 30)
+        assert isinstance(failure.value.cause, CancelledError)
+
+
 async def reset(server: Server, desk: Desk, case: Case) -> Case:
     binary = harness.temporal_binary()
     assert binary and server.address

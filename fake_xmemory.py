@@ -285,7 +285,7 @@ class FakeXmemory:
         """The rows that a scope covers: the named records, and those that carry a named key."""
         covered: list[Row] = []
         for named in scope["objects"] if scope else ():
-            key = named["key"]["key"]
+            key = named["key"]
             if tuple(sorted(key.items())) not in self.tables.get(named["type"], {}):
                 raise refused(f"no {named['type']} with this key")
             for name, table in self.tables.items():
@@ -298,8 +298,10 @@ class FakeXmemory:
 
 
 def _check_scope(scope: Scope | None) -> None:
-    if scope and not all(named["key"]["key"] for named in scope["objects"]):
-        raise ValidationError("a scope needs a key")
+    """As the client takes it; on the wire it nests the key once more."""
+    for named in scope["objects"] if scope else ():
+        if not named["key"] or any(isinstance(value, Mapping) for value in named["key"].values()):
+            raise ValidationError("a scope needs a key: {field: value}")
 
 
 def _operation(mutation: Mutation) -> tuple[str, Row]:

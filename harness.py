@@ -661,14 +661,15 @@ class PlainRuntime:
         return answer if isinstance(answer, Answer) else None
 
     async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
-        wanted = xmemory.ReadInput(query, "raw-tables", json.dumps(scope))
+        wanted = xmemory.ReadInput(
+            query, xmemory.to_json({"read_mode": "raw-tables", "scope": scope}))
         return await self._step("xmemory_read", self._memory.read(wanted))
 
     async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None:
-        text = json.dumps(list(mutations), sort_keys=True)
-        wanted = self._memory.write_async(xmemory.WriteInput(mutations_json=text))
+        options = xmemory.to_json({"structured_mutations": list(mutations)})
+        wanted = self._memory.write_async(xmemory.WriteInput(options_json=options))
         queued = await self._step("xmemory_write_async", wanted)
-        wait = xmemory.WaitInput(queued.write_id, xmemory.MAX_WAIT.total_seconds(), text)
+        wait = xmemory.WaitInput(queued.write_id, xmemory.MAX_WAIT.total_seconds(), options)
         while queued.write_id:
             try:
                 step = self._memory.wait_for_write(wait)

@@ -23,7 +23,7 @@ def change(operation: str, **values: Any) -> dict[str, Any]:
 
 
 def scope_to(**key: str) -> dict[str, Any]:
-    return {"objects": [{"type": "Customer", "key": {"key": key}}]}
+    return {"objects": [{"type": "Customer", "key": key}]}
 
 
 async def write(memory: FakeXmemory, *mutations: dict[str, Any]) -> Any:

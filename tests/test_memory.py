@@ -182,7 +182,8 @@ async def test_a_status_may_be_an_enum_as_in_the_client() -> None:
 
     class Client(FakeXmemory):
         async def write_status(self, write_id: str, **_: Any) -> Any:
-            return SimpleNamespace(write_status=Status.completed, error_detail=None)
+            return SimpleNamespace(
+                write_status=Status.completed, error_detail=None, completed_at=None, changes=None)
 
     found = await MemoryActivities(Client({})).wait_for_write(WaitInput("w", 1))
     assert found.write_status == "completed"
@@ -193,19 +194,19 @@ async def test_a_lost_answer_to_a_create_still_ends_in_one_record(
     xmemory: FakeXmemory, method: str
 ) -> None:
     xmemory.fail_next(fake_xmemory.connection_lost(), method=method, acted=True)
-    memory, input = MemoryActivities(xmemory), WriteInput(mutations_json=json.dumps([MUTATION]))
+    memory, input = MemoryActivities(xmemory), WriteInput(options_json=json.dumps({"structured_mutations": [MUTATION]}))
     with pytest.raises(ApplicationError) as lost:
         await getattr(memory, method)(input)
     assert not lost.value.non_retryable
     again = await getattr(memory, method)(input)
     if again.write_id:
-        await memory.wait_for_write(WaitInput(again.write_id, 1, input.mutations_json))
+        await memory.wait_for_write(WaitInput(again.write_id, 1, input.options_json))
     assert len(xmemory.tables["RefundCase"]) == 1
 
 
 async def test_free_text_is_written_at_most_once(client: Client, xmemory: FakeXmemory) -> None:
     xmemory.fail_next(fake_xmemory.connection_lost(), method="write_async", acted=True)
-    assert (await fails(client, xmemory, "durable_text")).type == "XmemoryUnavailable"
+    assert (await fails(client, xmemory, "durable_text")).type == "XmemoryWriteUncertain"
     assert xmemory.counts()["write_async"] == 1
 
 
@@ -213,8 +214,8 @@ async def test_a_read_is_bound_to_its_scope(xmemory: FakeXmemory) -> None:
     for customer in ("ann", "anna"):
         xmemory.put("Customer", {"customer_id": customer})
         xmemory.put("RefundCase", {"case_id": customer, "customer_id": customer})
-    scope = json.dumps(scope_to("Customer", {"customer_id": "ann"}))
-    found = await MemoryActivities(xmemory).read(ReadInput("RefundCase", "raw-tables", scope))
+    options = {"read_mode": "raw-tables", "scope": scope_to("Customer", {"customer_id": "ann"})}
+    found = await MemoryActivities(xmemory).read(ReadInput("RefundCase", json.dumps(options)))
     assert [row["case_id"] for row in found.rows()] == ["ann"]
 
 

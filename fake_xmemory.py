@@ -8,8 +8,8 @@ key, then still ends in one row.
 The schema is `{object type: [primary key fields]}`. The stand-in for the extractor reads `name:
 fact` from a text; with `forks` on, its second and later passes drop a title from the name, as a
 model may, and so file the same person under another key. Left out: relations (a scope to a record
-covers the records that carry its key), visibility lag, networking. The clock is `time.time()`: a
-job takes `job_seconds` by it, so a frozen clock is obeyed.
+covers the records that carry its key), related types, visibility lag, networking. The clock is
+`time.time()`: a job takes `job_seconds` by it, so a frozen clock is obeyed.
 
 Source of the rules: xmemory-ai 0.23, its documentation, and recorded answers of the live service.
 """
@@ -101,6 +101,7 @@ class _Job:
     id: str
     fact: tuple[str, str] | None  # what was extracted from the text, if it was a text
     mutations: Sequence[Mutation] | None
+    scope: Scope | None  # of a text: what it may touch
     started_at: float
     ready_at: float  # when its extraction is done; it then still waits for older jobs
     status: str = "queued"
@@ -139,7 +140,8 @@ class FakeXmemory:
         return Counter(self.calls)
 
     async def read(self, query: str, *, read_mode: str = "single-answer",
-                   scope: Scope | None = None, read_id: str | None = None,
+                   scope: Scope | None = None, include_related_types: str | None = None,
+                   related_types_depth: int | None = None, read_id: str | None = None,
                    timeout: float | None = None) -> ReadResult:
         """The first object type that the query names is what it asks for."""
         if read_mode not in READ_MODES:
@@ -214,7 +216,7 @@ class FakeXmemory:
         _check_scope(scope)
         lost, now = self._receive(method), time.time()
         job = _Job(f"w{len(self._jobs) + 1:05d}", self._extract(text), copy.deepcopy(mutations),
-                   now, now + self.job_seconds)
+                   scope, now, now + self.job_seconds)
         self._jobs[job.id] = job
         self.apply_due()
         if lost is not None:
@@ -241,8 +243,11 @@ class FakeXmemory:
         try:
             for mutation in job.mutations or self._as_mutations(job.fact):
                 operation, wanted = _operation(mutation)
-                self._change(tables, operation, wanted)
                 changed = {"name": wanted["object_type"], "fields": wanted[operation].get("values")}
+                if job.scope and not self._in_scope(job.scope, operation, wanted):
+                    changes.setdefault("skipped_out_of_scope", []).append(changed)
+                    continue
+                self._change(tables, operation, wanted)
                 changes[OPERATIONS[operation]]["objects"].append(changed)
         except XmemoryAPIError as error:
             job.status, job.error = "failed", error
@@ -280,6 +285,18 @@ class FakeXmemory:
         operation = "update" if (("name", fact[0]),) in self.tables[FACTS] else "create"
         change = {"key": {"name": fact[0]}, "values": {"fact": fact[1]}}
         return [{"object_mutation": {"object_type": FACTS, operation: change}}]
+
+    def _in_scope(self, scope: Scope, operation: str, wanted: Row) -> bool:
+        """Whether a text that is bound to a scope may make this change. A scope that drops lets
+        only its own records be made; one that rejects fails the write, but lets new ones be."""
+        wants = (wanted["object_type"], wanted[operation]["key"])
+        named = any((each["type"], each["key"]) == wants for each in scope["objects"])
+        if scope.get("mode") == "drop":
+            return named
+        self._covered(scope)  # its records must be there
+        if not named and operation != "create":
+            raise refused("this write would touch a record outside its scope")
+        return True
 
     def _covered(self, scope: Scope | None) -> list[Row]:
         """The rows that a scope covers: the named records, and those that carry a named key."""

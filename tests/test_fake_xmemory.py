@@ -189,6 +189,36 @@ async def test_a_status_may_be_one_that_no_client_knows(memory: FakeXmemory) -> 
     assert await status(memory, write_id, "nope") == ["reindexing", "not_found"]
 
 
+# --- Scoped texts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "text", "ended", "facts"), [
+    ("reject", "Ann: likes tea", "completed", {"Ann": "likes tea", "Bo": "-"}),
+    ("reject", "Bo: likes tea", "failed", {"Ann": "-", "Bo": "-"}),  # another that exists
+    ("reject", "Cy: likes tea", "completed", {"Ann": "-", "Bo": "-", "Cy": "likes tea"}),
+    ("drop", "Ann: likes tea", "completed", {"Ann": "likes tea", "Bo": "-"}),
+    ("drop", "Bo: likes tea", "completed", {"Ann": "-", "Bo": "-"}),
+    ("drop", "Cy: likes tea", "completed", {"Ann": "-", "Bo": "-"}),
+])
+async def test_a_text_changes_nothing_that_is_outside_its_scope(
+        memory: FakeXmemory, mode: str, text: str, ended: str, facts: dict[str, str]) -> None:
+    for name in ("Ann", "Bo"):
+        memory.put("Person", {"name": name, "fact": "-"})
+    scope = {"objects": [{"type": "Person", "key": {"name": "Ann"}}], "mode": mode}
+    write_id = (await memory.write_async(text, scope=scope)).write_id
+    done = await memory.write_status(write_id)
+    assert done.write_status == ended and dict(await rows(memory, "person")) == facts
+    skipped = mode == "drop" and facts == {"Ann": "-", "Bo": "-"}
+    assert bool((done.changes or {}).get("skipped_out_of_scope")) == skipped
+
+
+async def test_a_scope_that_drops_may_make_the_very_record_it_names(memory: FakeXmemory) -> None:
+    scope = {"objects": [{"type": "Person", "key": {"name": "Cy"}}]}
+    assert (await refusal(memory.write("Cy: likes tea", scope=scope))).code == "VALIDATION_ERROR"
+    await memory.write("Cy: likes tea", scope={**scope, "mode": "drop"})
+    assert await rows(memory, "person") == [["Cy", "likes tea"]]
+
+
 # --- Twins and faults ----------------------------------------------------------------------------
 
 

@@ -330,7 +330,7 @@ def scope_to(object_type: str, key: Mapping[str, Any]) -> Scope:
 def to_json(value: Any) -> str:
     """Text of what JSON can hold, and of the client's own models; raises ApplicationError."""
     try:
-        text = json.dumps(value, sort_keys=True, allow_nan=False, default=_plain)
+        text = json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError):
         raise wrong("memory takes only what JSON can hold; write dates as text") from None
     if len(text) > MAX_JSON:

@@ -5,7 +5,9 @@ import uuid
 from dataclasses import dataclass
 from functools import partial
 
+import memory_kills
 from conftest import Desk, request_for
+from memory_kills import MemoryKills
 
 import harness
 from harness import Server, background
@@ -22,6 +24,7 @@ class Ended:
     durable: dict[str, Durable]
     plain: dict[str, Plain]
     stock: tuple[Desk, str, RefundResult]
+    memory: MemoryKills
 
 
 def options(crash: str) -> Options:
@@ -63,7 +66,8 @@ async def on_a_stock_server() -> tuple[Desk, str, RefundResult]:
 
 async def play_all(server: Server) -> Ended:
     stock = asyncio.create_task(on_a_stock_server())
+    memory = asyncio.create_task(memory_kills.play(server))
     durable = [await play_durable(server, crash) for crash in CRASHES]
     plain = [await play_plain(crash) for crash in PLAIN]
     return Ended(dict(zip(CRASHES, durable, strict=True)), dict(zip(PLAIN, plain, strict=True)),
-                 await stock)
+                 await stock, await memory)

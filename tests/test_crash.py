@@ -58,3 +58,14 @@ async def test_a_question_counts_only_when_it_is_new_to_the_person() -> None:
     people, question = harness.People(reply), Question.at(0, "customer", "Why?")
     seen = [people.look_at(shown) for shown in (question, question, None, question)]
     assert seen == [True, False, False, True] and people.counted("customer") == 2
+
+
+@pytest.mark.parametrize("kill", ["inside_a_poll", "between_polls"])
+async def test_a_killed_wait_for_a_write_is_only_later(ended: Ended, kill: str) -> None:
+    killed, undisturbed = getattr(ended.memory, kill), ended.memory.undisturbed
+    assert (killed.status, killed.people) == ("completed", 1) == ("completed", undisturbed.people)
+    assert killed.calls["write_async"] == 1 and killed.events == undisturbed.events <= 18
+
+
+async def test_memory_copied_alone_heartbeats_on_a_bare_worker(ended: Ended) -> None:
+    assert ended.memory.copied_alone == "call 1"

@@ -247,13 +247,13 @@ class ReadOutput:
         return list(json.loads(self.reader_results_json))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of a `raw-tables` read, each as `{column: value}`; ValueError for another."""
+        """The rows of a `raw-tables` read, each as `{column: value}`; of another, a failure."""
         table = self.reader_result or {"columns": [], "rows": []}
         try:
             names = [column["name"] for column in table["columns"]]
             return [dict(zip(names, row, strict=True)) for row in table["rows"]]
         except (KeyError, TypeError, ValueError):
-            raise ValueError("xmemory did not answer with a table") from None
+            raise wrong("only the answer of a raw-tables read has rows") from None
 
 
 @dataclass(frozen=True)

@@ -367,10 +367,10 @@ async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Know
     try:
         found = await runtime.recall("RefundCase", mine)
         rows = [row for row in found.rows() if row.get("customer_id") == request.customer_id]
-    except (StepFailed, ValueError) as failure:
+    except (StepFailed, ApplicationError) as failure:
         if isinstance(failure, StepFailed) and failure.type == xmemory.BAD_REQUEST.type:
             return replace(known, recalled=(), new_customer=True)  # a scope to no record
-        return replace(known, recalled=(), memory_notice=str(failure))
+        return replace(known, recalled=(), memory_notice=failure.message)
     cases = (f"order {row.get('order_id')}: {row.get('outcome')}"[:MAX_TEXT] for row in rows)
     return replace(known, recalled=tuple(cases), memory_notice=found.notice or "")
 

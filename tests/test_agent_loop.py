@@ -174,7 +174,7 @@ async def test_an_answer_of_memory_that_is_no_table_is_no_memory(desk: Desk) -> 
     desk.world.xmemory.read = read  # type: ignore[method-assign]
     decider = Scripted(Step("deny", "no"))
     assert (await desk.run(decider=decider)).outcome == "denied"
-    assert decider.shown[0].memory_notice == "xmemory did not answer with a table"
+    assert decider.shown[0].memory_notice == "only the answer of a raw-tables read has rows"
 
 
 async def test_nothing_of_another_customer_is_recalled(desk: Desk) -> None:

@@ -23,7 +23,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
@@ -62,7 +62,7 @@ STEEPEST = 20  # polls after which the growth is over; a longer exponent only ov
 SLOW_DOWN = timedelta(seconds=5)  # when xmemory asks for that and does not say for how long
 MAX_RETRY_AFTER = timedelta(hours=1)  # a server may say a day; nobody looks for that long
 
-MAX_JSON = 900_000  # characters; Temporal takes 2 MB a payload, and escaping doubles some of them
+MAX_JSON = 250_000  # characters; Temporal warns of half a MB, and escaping doubles some of them
 EXCERPT = 60  # characters of content in a summary, if wanted; Temporal takes 200 bytes
 
 # --- Heartbeats ----------------------------------------------------------------------------------
@@ -184,6 +184,8 @@ def mapped_errors(longest: timedelta = MAX_RETRY_AFTER) -> Iterator[None]:
     `longest`."""
     try:
         yield
+    except ApplicationError:
+        raise
     except Exception as error:
         verdict = verdict_for(error)
         hint = getattr(error, "retry_after", None) or _details(error).get("retry_after_seconds")
@@ -491,11 +493,12 @@ def client_timeout() -> float | None:
 
 
 def _time_left(max_wait_seconds: float) -> timedelta:
-    """Until the deadline of a wait. One poll always falls on it, so a write that ends there is not
-    lost. Temporal's own limit lies later: it drops a retry whose delay would pass that limit."""
+    """Until the deadline of a wait, by the server's clock. One poll always falls on it, so a write
+    that ends there is not lost. Temporal's own limit lies later: it drops a retry whose delay would
+    pass that limit."""
     passed = timedelta(0)
     if activity.in_activity():
-        passed = datetime.now(UTC) - activity.info().scheduled_time
+        passed = activity.info().started_time - activity.info().scheduled_time
     return timedelta(seconds=max_wait_seconds) - passed
 
 

@@ -213,7 +213,7 @@ async def test_wrong_arguments_fail_the_workflow_and_schedule_nothing(
 async def test_what_event_history_cannot_hold_is_refused_on_both_ways(
     client: Client, xmemory: FakeXmemory
 ) -> None:
-    novel = "é" * 200_000
+    novel = "é" * 50_000
     failure = await fails(client, xmemory, lambda memory: memory.write_durable(novel))
     assert failure.type == "XmemoryTooLarge" and not xmemory.calls
     xmemory.put("Person", PERSON | {"fact": novel})
@@ -306,6 +306,16 @@ async def test_a_status_may_be_an_enum_as_in_the_client() -> None:
 
     found = await MemoryActivities(Client({})).wait_for_write(WaitInput("w", 1))
     assert found.write_status == "completed"
+
+
+async def test_a_report_that_is_too_large_ends_the_wait(client: Client) -> None:
+    class Verbose(FakeXmemory):
+        async def write_status(self, write_id: str, *, timeout: float | None = None) -> Any:
+            found = await super().write_status(write_id)
+            found.changes = "x" * memory_activities.MAX_JSON
+            return found
+
+    assert (await fails(client, Verbose({}), text)).type == "XmemoryTooLarge"
 
 
 # --- Lost answers --------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""The recipe for changing the loop while cases are open."""
+
+from pathlib import Path
+
+import pytest
+from conftest import Desk
+from temporalio import workflow
+from temporalio.worker import WorkerConfig
+
+import harness
+from harness import HarnessPlugin, Server
+from recipes.versioning import ScreeningActivities, ScreeningRefundAgent, does_not_replay
+from refund_agent import RefundOrder
+
+OLD = str(Path(__file__).parent / "histories" / "escalated.json")
+
+
+class Suspects:
+    def __init__(self, suspicious: bool) -> None:
+        self.suspicious_now, self.seen = suspicious, 0
+
+    async def suspicious(self, order: RefundOrder) -> bool:
+        self.seen += 1
+        return self.suspicious_now
+
+
+class Deployed(HarnessPlugin):
+    """Puts the changed Workflow and its Activity into `build_worker`'s Worker."""
+
+    def __init__(self, screen: Suspects) -> None:
+        super().__init__("demo")
+        self.screen = ScreeningActivities(screen)
+
+    def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
+        config["workflows"] = [ScreeningRefundAgent]
+        config["activities"] = [*config["activities"], self.screen.screen_refund]
+        return super().configure_worker(config)
+
+
+async def test_a_case_from_before_the_change_still_replays() -> None:
+    assert await does_not_replay([OLD]) == []
+
+
+async def test_whoever_forgets_the_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workflow, "patched", lambda name: True)
+    (broken,) = await does_not_replay([OLD])
+    assert broken.startswith(OLD)
+
+
+@pytest.mark.parametrize("suspicious", [False, True])
+async def test_a_new_case_is_screened_once_and_replays(
+    server: Server, tmp_path: Path, suspicious: bool
+) -> None:
+    screen, outcome = Suspects(suspicious), "needs a human" if suspicious else "refund succeeded"
+    desk = Desk(await harness.connect(server.address, plugins=[Deployed(screen)]))
+    async with desk.open() as case:
+        assert (await case.result()).outcome == outcome
+    assert (screen.seen, desk.world.refunds_of(case.id)) == (1, not suspicious)
+    path = tmp_path / "new.json"
+    path.write_text((await case.fetch_history()).to_json())
+    assert await does_not_replay([str(path)]) == []

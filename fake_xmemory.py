@@ -257,7 +257,7 @@ class FakeXmemory:
 
     def _change(self, tables: dict[str, dict[Key, Row]], operation: str, wanted: Row) -> None:
         name, change = wanted["object_type"], wanted[operation]
-        if name not in self.schema or set(change["key"]) != set(self.schema[name]):
+        if name not in self.schema or set(change.get("key", ())) != set(self.schema[name]):
             raise refused(f"no object type {name} with this primary key")
         table, key = tables[name], tuple(sorted(change["key"].items()))
         if operation == "create" and key in table:
@@ -267,7 +267,7 @@ class FakeXmemory:
         if operation == "delete":
             del table[key]
             return
-        values = table.get(key, dict(change["key"])) | dict(change["values"])
+        values = table.get(key, dict(change["key"])) | dict(change.get("values", {}))
         table[key] = {field: value for field, value in values.items() if value is not None}
 
     def _extract(self, text: str) -> tuple[str, str] | None:
@@ -317,7 +317,8 @@ class FakeXmemory:
 def _check_scope(scope: Scope | None) -> None:
     """As the client takes it; on the wire it nests the key once more."""
     for named in scope["objects"] if scope else ():
-        if not named["key"] or any(isinstance(value, Mapping) for value in named["key"].values()):
+        key = named["key"]
+        if not key or not all(isinstance(v, str | int | float) for v in key.values()):
             raise ValidationError("a scope needs a key: {field: value}")
 
 

@@ -62,7 +62,7 @@ STEEPEST = 20  # polls after which the growth is over; a longer exponent only ov
 SLOW_DOWN = timedelta(seconds=5)  # when xmemory asks for that and does not say for how long
 MAX_RETRY_AFTER = timedelta(hours=1)  # a server may say a day; nobody looks for that long
 
-MAX_JSON = 250_000  # characters; Temporal warns of half a MB, and escaping doubles some of them
+MAX_BYTES = 150_000  # of one value; Temporal warns of half a MB, and its escaping triples some
 EXCERPT = 60  # characters of content in a summary, if wanted; Temporal takes 200 bytes
 
 # --- Heartbeats ----------------------------------------------------------------------------------
@@ -192,7 +192,8 @@ def mapped_errors(longest: timedelta = MAX_RETRY_AFTER) -> Iterator[None]:
         wait = verdict.delay
         if isinstance(hint, int | float) and hint > 0:
             wait = timedelta(seconds=min(hint, MAX_RETRY_AFTER.total_seconds()))
-        facts = {"code": getattr(error, "code", None), "status": getattr(error, "status", None)}
+        code = getattr(error, "code", None)
+        facts = {"code": code and str(code), "status": getattr(error, "status", None)}
         raise failure(verdict, facts, wait and min(wait, longest)) from None
 
 
@@ -276,7 +277,7 @@ class WriteOutput:
 
     @property
     def changes(self) -> Any:
-        """What a `write` did, `{created, updated, deleted}`; None while it is queued."""
+        """What a `write` did, `{created, updated, deleted}`; None while queued, or too large."""
         return json.loads(self.changes_json)
 
 
@@ -303,7 +304,7 @@ class WriteStatus:
 
     @property
     def changes(self) -> Any:
-        """What the write did, `{created, updated, deleted}`; None until it is completed."""
+        """What the write did, `{created, updated, deleted}`; None until then, or too large."""
         return json.loads(self.changes_json)
 
 
@@ -332,11 +333,12 @@ def scope_to(object_type: str, key: Mapping[str, Any]) -> Scope:
 def to_json(value: Any) -> str:
     """Text of what JSON can hold, and of the client's own models; raises ApplicationError."""
     try:
-        text = json.dumps(value, allow_nan=False, default=_plain)
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False, default=_plain)
+        size = len(text.encode())
     except (TypeError, ValueError):
         raise wrong("memory takes only what JSON can hold; write dates as text") from None
-    if len(text) > MAX_JSON:
-        raise failure(TOO_LARGE, {"characters": len(text)})
+    if size > MAX_BYTES:
+        raise failure(TOO_LARGE, {"bytes": size})
     return text
 
 
@@ -385,7 +387,7 @@ class MemoryActivities:
     async def read(self, input: ReadInput) -> ReadOutput:
         with mapped_errors():
             options = json.loads(input.options_json)
-            found = await self._instance.read(input.query, **options, timeout=client_timeout())
+            found = await _in_time(self._instance.read, input.query, **options)
         return ReadOutput(
             to_json(found.reader_result), found.notice, found.trace_id, found.console_url,
             to_json(list(found.reader_results)))
@@ -431,26 +433,25 @@ class MemoryActivities:
 
     async def _status(self, write_id: str) -> WriteStatus:
         try:
-            found = await self._instance.write_status(write_id, timeout=client_timeout())
+            found = await _in_time(self._instance.write_status, write_id)
         except ValueError:  # the real client will not parse a status that is new to it
             return WriteStatus(write_id, "unknown")
         word = getattr(found.write_status, "value", found.write_status)  # an enum, in the client
         ended = found.completed_at and found.completed_at.isoformat()
-        return WriteStatus(write_id, str(word), found.error_detail, ended, to_json(found.changes))
+        return WriteStatus(write_id, str(word), found.error_detail, ended, _changes(found))
 
     async def _write(self, call: Method, input: WriteInput) -> WriteOutput:
         again = activity.in_activity() and activity.info().attempt > 1
         try:
             with mapped_errors():
                 options = json.loads(input.options_json)
-                written = await call(input.text, **options, timeout=client_timeout())
+                written = await _in_time(call, input.text, **options)
         except ApplicationError as error:
             refused = error.type == BAD_REQUEST.type
             if not refused or not await self._is_done(input.options_json, again):
                 raise
             return WriteOutput(write_id="")
-        changes = to_json(getattr(written, "changes", None))
-        return WriteOutput(written.write_id, written.trace_id, changes, again)
+        return WriteOutput(written.write_id, written.trace_id, _changes(written), again)
 
     async def _is_done(self, options_json: str, again: bool) -> bool:
         """Whether memory holds what refused mutations ask for, because an attempt whose answer was
@@ -490,6 +491,21 @@ def client_timeout() -> float | None:
     if not activity.in_activity() or (given := activity.info().start_to_close_timeout) is None:
         return None
     return max((given - CLIENT_MARGIN).total_seconds(), 0.0) or given.total_seconds() * CLIENT_SHARE
+
+
+async def _in_time(call: Method, *args: Any, **options: Any) -> Any:
+    """The client's own timeout is for every part of an answer; this one is for the whole."""
+    seconds = client_timeout()
+    async with asyncio.timeout(seconds):
+        return await call(*args, **options, timeout=seconds)
+
+
+def _changes(found: Any) -> str:
+    """A report that is too large is left out: the write is made all the same."""
+    try:
+        return to_json(getattr(found, "changes", None))
+    except ApplicationError:
+        return "null"
 
 
 def _time_left(max_wait_seconds: float) -> timedelta:
@@ -686,7 +702,7 @@ class XmemoryClient(Protocol):
 
 
 def connect_client(url: str | None, api_key: str) -> XmemoryClient:
-    """The real client: `pip install xmemory-ai`."""
+    """The real client, `pip install xmemory-ai`. It obeys no proxy variable (as of 0.23)."""
     from xmemory import AsyncXmemoryClient
 
     client: XmemoryClient = AsyncXmemoryClient(url, api_key=api_key)
@@ -713,7 +729,10 @@ class XmemoryPlugin(SimplePlugin):
             raise ValueError("the memory Activities are registered twice: give the plugin to the "
                              "Client alone, and to no Worker that brings its own")
         instance_id = self._xmemory.instance_id or _variable("XMEM_INSTANCE_ID")
-        client = self._connect(self._xmemory.url or None, _variable(self._xmemory.api_key_variable))
+        url = self._xmemory.url or os.environ.get("XMEM_API_URL") or None
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("XMEM_API_URL, or the url of the config, must start with http(s)://")
+        client = self._connect(url, _variable(self._xmemory.api_key_variable))
         memory = MemoryActivities(client.instance(instance_id))
         self._clients[memory] = client
         config["activities"] = [*config.get("activities", ()), *memory.all()]
@@ -733,6 +752,8 @@ def _registered(config: WorkerConfig) -> set[MemoryActivities]:
 
 
 def _variable(name: str) -> str:
-    if value := os.environ.get(name, "").strip():
+    value = os.environ.get(name, "").strip()
+    if value.isascii() and value.isprintable() and value:
         return value
-    raise ValueError(f"{name} is not set; this Worker needs it to reach xmemory")
+    what = "holds what no key or id can" if value else "is not set"
+    raise ValueError(f"{name} {what}; this Worker needs it to reach xmemory")

@@ -63,7 +63,12 @@ REFUND_RETRY = RetryPolicy(  # no maximum: the failure table ends it, a lost Wor
     initial_interval=FIRST_RETRY, maximum_interval=timedelta(minutes=1)
 )
 RECALL_TIMEOUT = timedelta(seconds=20)
-RECALL_RETRY = RetryPolicy(maximum_attempts=3)  # memory is useful, not needed: soon go on without
+# Memory is useful, not needed. Whoever asks to wait for long is not waited for.
+BUSY = [xmemory.DAILY_QUOTA.type, xmemory.RATE_LIMITED.type]
+RECALL_RETRY = RetryPolicy(maximum_attempts=3, non_retryable_error_types=BUSY)  # a few seconds
+REMEMBER_RETRY = RetryPolicy(  # two minutes if every try fails at once; the money has moved by then
+    maximum_interval=timedelta(seconds=30), maximum_attempts=8, non_retryable_error_types=BUSY[:1]
+)
 
 ZERO_DECIMAL = set("bif clp djf gnf jpy kmf krw mga pyg rwf ugx vnd vuv xaf xof xpf".split())
 THREE_DECIMAL = set("bhd jod kwd omr tnd".split())  # both lists are Stripe's
@@ -704,7 +709,7 @@ class RefundAgent:
         self._phase, self._next_action, self._ignored = "starting", "", ""
         self._memory = xmemory.memory_for_workflow(
             read_timeout=RECALL_TIMEOUT, read_retry_policy=RECALL_RETRY,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT)
+            write_retry_policy=REMEMBER_RETRY, heartbeat_timeout=HEARTBEAT_TIMEOUT)
 
     @workflow.run
     async def run(self, given: CaseInput) -> RefundResult:

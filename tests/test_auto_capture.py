@@ -1,0 +1,320 @@
+"""The recipe that remembers what Activities return, and is never in their way."""
+
+import asyncio
+import gc
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from temporalio import activity, workflow
+from temporalio.client import ActivityFailureError, ActivityHandle, Client
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+from temporalio.worker import Worker
+
+from fake_xmemory import AsyncWriteResult, FakeXmemory, XmemoryAPIError
+from memory_activities import MemoryActivities, ReadInput, WaitInput, WriteInput
+from recipes import auto_capture
+from recipes.auto_capture import CAPTURE_TIMEOUT, MARGIN, AutoCapture
+
+LONG = timedelta(seconds=30)
+BRIEFLY = timedelta(seconds=0.2)
+BEAT = timedelta(seconds=0.8)
+FACT = "Robert Kim: likes tea"
+
+
+class Work:
+    """Activities, and how often they ran."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    @activity.defn
+    async def answer(self) -> str:
+        self.runs += 1
+        return FACT
+
+    @activity.defn
+    def answer_in_a_thread(self) -> str:
+        self.runs += 1
+        return FACT
+
+    @activity.defn
+    async def answer_late(self) -> str:
+        await asyncio.sleep(2 * BRIEFLY.total_seconds())
+        return FACT
+
+    @activity.defn
+    async def answer_when_asked_again(self) -> str:
+        self.runs += 1
+        if activity.info().attempt == 1:
+            raise ApplicationError("not now", next_retry_delay=2 * BRIEFLY)
+        return FACT
+
+    @activity.defn
+    async def fail(self) -> str:
+        raise ApplicationError("broken", type="Broken", non_retryable=True)
+
+    @activity.defn(name="xmemory_of_my_own")
+    async def own(self) -> str:
+        return FACT
+
+
+@workflow.defn(sandboxed=False)
+class Asks:
+    @workflow.run
+    async def run(self) -> str:
+        return await workflow.execute_activity_method(Work.answer, start_to_close_timeout=LONG)
+
+
+class Slow(FakeXmemory):
+    """Does something else before it queues a text."""
+
+    def __init__(self, first: Callable[[], Awaitable[object]]) -> None:
+        super().__init__({})
+        self.first = first
+
+    async def write_async(self, text: str = "", **options: Any) -> AsyncWriteResult:
+        assert options["timeout"] > 0
+        await self.first()
+        return await super().write_async(text, **options)
+
+
+class Desk:
+    """A Worker that captures, and Activities for it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.queue, self.work = client, str(uuid.uuid4()), Work()
+        self.memory = FakeXmemory({"Customer": ["id"]})  # of the memory Activities
+
+    @asynccontextmanager
+    async def open(self, capture: AutoCapture) -> AsyncIterator[None]:
+        work, memory = self.work, MemoryActivities(self.memory).all()
+        with ThreadPoolExecutor(1) as threads:
+            async with Worker(
+                self.client, task_queue=self.queue, workflows=[Asks], interceptors=[capture],
+                activities=[work.answer, work.answer_in_a_thread, work.answer_late, work.fail,
+                            work.answer_when_asked_again, work.own, *memory],
+                activity_executor=threads, max_heartbeat_throttle_interval=BRIEFLY):
+                yield
+
+    async def start(
+        self, name: str, *given: object, start_to_close: timedelta | None = LONG,
+        schedule_to_close: timedelta | None = None, heartbeat: timedelta | None = None,
+    ) -> ActivityHandle[Any]:
+        return await self.client.start_activity(
+            name, args=given, id=str(uuid.uuid4()), task_queue=self.queue,
+            start_to_close_timeout=start_to_close, schedule_to_close_timeout=schedule_to_close,
+            heartbeat_timeout=heartbeat, retry_policy=RetryPolicy(maximum_attempts=2))
+
+    async def run(self, capture: AutoCapture, name: str, **timeouts: timedelta) -> Any:
+        async with self.open(capture):
+            return await (await self.start(name, **timeouts)).result()
+
+
+@pytest.fixture
+def xmemory() -> FakeXmemory:
+    return FakeXmemory({})
+
+
+@pytest.fixture
+def desk(client: Client) -> Desk:
+    return Desk(client)
+
+
+def as_text(activity_type: str, result: object) -> str:
+    return str(result)
+
+
+def nothing(activity_type: str, result: object) -> None:
+    return None
+
+
+def empty(activity_type: str, result: object) -> str:
+    return ""
+
+
+def broken(activity_type: str, result: object) -> str:
+    raise ValueError(f"secret {result}")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    gc.collect()  # asyncio logs an error that nobody asked for when its task is gone
+    assert "secret" not in caplog.text
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_what_an_activity_returns_is_written_once(desk: Desk, xmemory: FakeXmemory) -> None:
+    seen = []
+
+    def project(activity_type: str, result: str) -> str:
+        seen.append((activity_type, result))
+        return result
+
+    async with desk.open(AutoCapture(xmemory, project)):
+        assert await desk.client.execute_workflow(
+            Asks.run, id=desk.queue, task_queue=desk.queue) == FACT
+    assert seen == [("answer", FACT)] and xmemory.calls == ["write_async"]
+    assert list(xmemory.tables["Person"].values()) == [{"name": "Robert Kim", "fact": "likes tea"}]
+
+
+@pytest.mark.parametrize("project", [nothing, empty])
+async def test_what_is_not_worth_remembering_is_not_written(
+    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture,
+    project: Callable[[str, object], str | None],
+) -> None:
+    assert await desk.run(AutoCapture(xmemory, project), "answer") == FACT
+    assert not xmemory.calls and not warnings(caplog)
+
+
+async def test_memorys_own_activities_and_their_namesakes_are_left_out(
+    desk: Desk, xmemory: FakeXmemory
+) -> None:
+    calls: dict[str, list[object]] = {
+        "xmemory_write": [WriteInput(FACT)], "xmemory_write_async": [WriteInput(FACT)],
+        "xmemory_read": [ReadInput("Customer")], "xmemory_write_status": ["w00001"],
+        "xmemory_wait_for_write": [WaitInput("w00001", 1)], "xmemory_of_my_own": []}
+    await desk.memory.write_async(FACT)
+    async with desk.open(AutoCapture(xmemory, as_text)):
+        started = [await desk.start(name, *given) for name, given in calls.items()]
+        for each in started:
+            await each.result()
+    assert not xmemory.calls
+
+
+async def test_a_failure_passes_through_and_is_not_captured(
+    desk: Desk, xmemory: FakeXmemory
+) -> None:
+    with pytest.raises(ActivityFailureError) as caught:
+        await desk.run(AutoCapture(xmemory, as_text), "fail")
+    cause = caught.value.cause
+    assert isinstance(cause, ApplicationError)
+    assert (cause.type, cause.message, xmemory.calls) == ("Broken", "broken", [])
+
+
+async def test_a_project_that_fails_costs_only_the_capture(
+    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await desk.run(AutoCapture(xmemory, broken), "answer") == FACT
+    (warning,) = warnings(caplog)
+    assert "ValueError" in warning and "answer" in warning and not xmemory.calls
+
+
+async def test_a_write_that_fails_costs_only_the_capture_and_is_not_repeated(
+    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    xmemory.fail_next(XmemoryAPIError("secret"), method="write_async")
+    assert await desk.run(AutoCapture(xmemory, as_text), "answer") == FACT
+    (warning,) = warnings(caplog)
+    assert "XmemoryAPIError" in warning and "answer" in warning
+    assert (xmemory.calls, desk.work.runs) == (["write_async"], 1)
+
+
+@pytest.mark.parametrize(("start_to_close", "capture_timeout"), [
+    (LONG, BRIEFLY), (MARGIN + BEAT, CAPTURE_TIMEOUT)])
+async def test_a_capture_that_does_not_end_is_left_behind_in_time(
+    desk: Desk, caplog: pytest.LogCaptureFixture, start_to_close: timedelta,
+    capture_timeout: timedelta,
+) -> None:
+    release = asyncio.Event()
+    asyncio.get_running_loop().call_later(8, release.set)  # so that a failure is no hang
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        raise XmemoryAPIError("secret")
+
+    capture = AutoCapture(Slow(stubborn), as_text, capture_timeout=capture_timeout)
+    assert await desk.run(capture, "answer", start_to_close=start_to_close) == FACT
+    assert not release.is_set() and desk.work.runs == 1
+    release.set()
+    await asyncio.sleep(0.01)
+    (warning,) = warnings(caplog)
+    assert "TimeoutError" in warning
+
+
+async def test_nothing_is_captured_when_no_time_is_left(
+    desk: Desk, xmemory: FakeXmemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_capture, "MARGIN", LONG)
+    more, again = LONG + BRIEFLY, "answer_when_asked_again"
+    async with desk.open(AutoCapture(xmemory, as_text)):
+        started = [
+            await desk.start("answer", start_to_close=LONG),
+            await desk.start("answer", start_to_close=None, schedule_to_close=LONG),
+            await desk.start("answer_late", start_to_close=more),
+            await desk.start(again, start_to_close=None, schedule_to_close=more)]
+        assert [await each.result() for each in started] == [FACT] * 4
+    assert not xmemory.calls
+
+
+async def test_an_activity_heartbeats_during_a_slow_capture_and_runs_once(desk: Desk) -> None:
+    xmemory = Slow(lambda: asyncio.sleep(1.5 * BEAT.total_seconds()))
+    async with desk.open(AutoCapture(xmemory, as_text)):
+        started = [await desk.start(name, heartbeat=BEAT)
+                   for name in ("answer", "answer_in_a_thread")]
+        assert [await each.result() for each in started] == [FACT] * 2
+    assert (desk.work.runs, xmemory.calls) == (2, ["write_async"] * 2)
+
+
+async def test_a_cancellation_during_a_capture_does_not_lose_the_result(desk: Desk) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(LONG.total_seconds())
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with desk.open(AutoCapture(Slow(wait), as_text, capture_timeout=LONG)):
+        handle = await desk.start("answer", heartbeat=BEAT)
+        await started.wait()
+        await handle.cancel()
+        assert await handle.result() == FACT
+    assert cancelled.is_set() and desk.work.runs == 1
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_a_sample_rate_is_a_share(xmemory: FakeXmemory, rate: float) -> None:
+    with pytest.raises(ValueError, match="sample_rate"):
+        AutoCapture(xmemory, as_text, sample_rate=rate)
+
+
+async def test_what_is_not_sampled_is_not_projected(
+    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await desk.run(AutoCapture(xmemory, broken, sample_rate=0), "answer") == FACT
+    assert not warnings(caplog)
+
+
+def test_a_sample_is_the_same_for_every_attempt_in_every_process(xmemory: FakeXmemory) -> None:
+    half, info = AutoCapture(xmemory, as_text, sample_rate=0.5), ActivityEnvironment.default_info()
+    for attempt in (1, 2):
+        picked = [number for number in range(16) if half.samples(
+            replace(info, workflow_run_id=f"run-{number}", attempt=attempt))]
+        assert picked == [0, 2, 8, 9, 10, 12, 13, 15]
+
+
+@pytest.mark.parametrize("vary", [
+    lambda info, one: replace(info, workflow_id=one),
+    lambda info, one: replace(info, workflow_run_id=one),
+    lambda info, one: replace(info, workflow_run_id=None, activity_run_id=one),
+    lambda info, one: replace(info, activity_id=one)])
+def test_a_sample_is_a_share_of_workflows_and_runs_and_activities(
+    xmemory: FakeXmemory, vary: Callable[[activity.Info, str], activity.Info]
+) -> None:
+    some, info = AutoCapture(xmemory, as_text, sample_rate=0.25), ActivityEnvironment.default_info()
+    picked = [number for number in range(1000) if some.samples(vary(info, str(number)))]
+    assert 200 < len(picked) < 300

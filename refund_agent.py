@@ -49,7 +49,9 @@ MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old on
 
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
 REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
-A_MOMENT = timedelta(milliseconds=1)  # long enough to be a timer
+LULL, FLOOD = timedelta(seconds=1), 50  # messages within that; a run cannot close while they come
+MAX_EVENTS = 1_000  # of a run that waits. A Worker that comes back reads what it missed at once,
+# and the SDK gives it two seconds for that: enough for some 3,000 messages
 STRIPE_PAGE = 100  # refunds in one answer; the most Stripe gives
 QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
@@ -706,7 +708,7 @@ class RefundAgent:
         self._request, self._known = given.request, given.known
         self._waiting_since, self._answers = given.waiting_since, dict(given.answers)
         self._question: Question | None = None
-        self._phase, self._next_action, self._ignored = "starting", "", ""
+        self._phase, self._next_action, self._ignored, self._received = "starting", "", "", 0
         self._memory = xmemory.memory_for_workflow(
             read_timeout=RECALL_TIMEOUT, read_retry_policy=RECALL_RETRY,
             write_retry_policy=REMEMBER_RETRY, heartbeat_timeout=HEARTBEAT_TIMEOUT)
@@ -735,6 +737,7 @@ class RefundAgent:
 
     def _receive(self, sender: str, answer: Answer) -> None:
         """Keep an answer, the first one for its question; or remember why it is ignored."""
+        self._received += 1
         id, shape = answer.question_id, r"(\w+)-(\d{1,4})-[0-9a-f]{8}"
         named = re.fullmatch(shape, answer.question_id)
         is_open = self._question is not None and self._question.id == id
@@ -781,20 +784,24 @@ class RefundAgent:
         self._phase, self._next_action = f"waiting for the {question.to}", f"ask the {question.to}"
         self._question, self._known = question, known
         since = self._waiting_since or workflow.time()
-        info, waited = workflow.info(), timedelta(seconds=workflow.time() - since)
-        try:
-            await workflow.wait_condition(
-                lambda: question.id in self._answers or info.is_continue_as_new_suggested(),
-                timeout=max(PATIENCE[question.to] - waited, timedelta(0)))
-        except TimeoutError:
-            pass  # an answer that came in the same moment still counts
-        else:
-            if question.id not in self._answers:
-                await workflow.sleep(A_MOMENT)  # lets in a cancel that came with the last message
-            if question.id not in self._answers:
-                workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
+        until = since + PATIENCE[question.to].total_seconds()
+        with suppress(TimeoutError):  # an answer that came in the same moment still counts
+            while question.id not in self._answers:
+                await workflow.wait_condition(
+                    lambda: question.id in self._answers or self._is_long(),
+                    timeout=max(until - workflow.time(), 0.0))
+                received = self._received
+                if question.id not in self._answers:
+                    await workflow.sleep(LULL)  # also lets in a cancel that came with a message
+                calm = self._received - received < FLOOD
+                if question.id not in self._answers and calm:
+                    workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
         self._question = self._waiting_since = None
         return self._answers.get(question.id)
+
+    def _is_long(self) -> bool:
+        info = workflow.info()
+        return info.is_continue_as_new_suggested() or info.get_current_history_length() > MAX_EVENTS
 
 
 @contextmanager
@@ -814,6 +821,7 @@ def one_error() -> Iterator[None]:
 # --- Clients and Workers -------------------------------------------------------------------------
 
 Case = WorkflowHandle["RefundAgent", RefundResult]
+TOO_MANY = "too many messages wait to be read; please try again later"
 ID_PART = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -857,10 +865,13 @@ async def start_case(
 
 async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> None:
     """Send the answer of the customer, or of the reviewer. Raises Refused, with words for a person,
-    if it would be ignored. While no Worker is alive it is accepted unseen, and used later."""
+    if it would be ignored, or if too many messages wait. While no Worker is alive it is accepted
+    unseen, and used later."""
     sender = "reviewer" if reviewer else "customer"
     if unfit := unfit_text(answer.text, sender):
         raise Refused(f"this message is {unfit}; please write another")
+    if (await case.describe()).history_length > 2 * MAX_EVENTS:
+        raise Refused(TOO_MANY)
     with suppress(RPCError):  # with no Worker alive, nobody can tell
         now = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
         open_to = (now.question.id, now.question.to) if now.question else None
@@ -869,9 +880,11 @@ async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> 
     try:
         await case.signal(RefundAgent.review if reviewer else RefundAgent.answer, answer)
     except RPCError as error:
-        if error.status != RPCStatusCode.NOT_FOUND:
+        refusals = {RPCStatusCode.NOT_FOUND: "this case is closed, and its result stands",
+                    RPCStatusCode.INVALID_ARGUMENT: TOO_MANY}  # the server's own limit: 10,000
+        if error.status not in refusals:
             raise
-        raise Refused("this case is closed, and its result stands") from None
+        raise Refused(refusals[error.status]) from None
 
 
 def build_worker(

@@ -77,7 +77,7 @@ async def test_what_a_worker_could_not_catch_up_with_is_not_sent(desk: Desk) -> 
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("pace", [None, 200])  # messages a second
+@pytest.mark.parametrize("pace", [None, 400])  # messages a second
 async def test_every_accepted_message_is_accounted_for(server: Server, pace: int | None) -> None:
     desk = Desk(await harness.connect(server.address))
     job = {"temporal": server.address, "task_queue": desk.queue, "worker": "stock"}

@@ -1,4 +1,4 @@
-"""Floods of messages: what is accepted is accounted for, what is refused is said, the case goes on."""
+"""Floods of messages: accepted ones are accounted for, refused ones say so, the case goes on."""
 
 import asyncio
 import uuid

@@ -11,6 +11,7 @@ parent sends SIGKILL, reaps it, and only then goes on. `python harness.py plain|
 import asyncio
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -41,7 +42,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import anyio
 import anyio.abc
@@ -56,6 +57,11 @@ from temporalio.worker import (
     ExecuteActivityInput,
     Interceptor,
     WorkerConfig,
+    WorkerDeploymentConfig,
+    WorkerDeploymentVersion,
+    WorkflowInstance,
+    WorkflowInstanceDetails,
+    WorkflowRunner,
 )
 
 import memory_activities as xmemory
@@ -359,19 +365,27 @@ class Gate:
     """Where a child announces that it has come to a point, and is held if that point is armed."""
 
     def __init__(self) -> None:
-        self.times: dict[str, float] = {}  # when each point was last passed, by time.monotonic()
+        self.reached: list[tuple[float, str]] = []  # by time.monotonic()
         self._armed: dict[str, asyncio.Event] = {}
+        self._released = asyncio.Event()
 
     def arm(self, point: str) -> asyncio.Event:
-        """Hold the next child that comes to `point`, such as `before issue_refund`."""
+        """Hold who comes next to `point`, such as `before issue_refund`; or who comes to it for the
+        nth time, as in `before lookup_order 2`."""
         self._armed[point] = asyncio.Event()
         return self._armed[point]
 
     async def reach(self, point: str) -> None:
-        self.times[point] = time.monotonic()
-        if event := self._armed.pop(point, None):
-            event.set()
-            await anyio.sleep_forever()
+        self.reached.append((time.monotonic(), point))
+        visit = sum(name == point for _, name in self.reached)
+        for name in (point, f"{point} {visit}"):
+            if event := self._armed.pop(name, None):
+                event.set()
+                await self._released.wait()
+
+    def release(self) -> None:
+        """Let go on who is held and not dead: the people, when a Worker was killed meanwhile."""
+        self._released.set()
 
 
 class World:
@@ -461,29 +475,33 @@ class Tally:
     reviews: int
     decisions: int
     lookups: int
-    writes: int  # to memory
+    memory_calls: int
+    writes: int  # those of them that queue a record
     stripe_calls: int
     refund_requests: int
     refunds: int
     remembered: int
+    kill_to_progress: float | None  # until a new process announced something; None if none did
     kill_to_refund: float | None  # until the agent knew of it; None if it knew before the kill
     kill_to_end: float
 
 
 def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
-    calls = world.stripe.counts()
-    refunded_at = world.gate.times.get("after issue_refund", 0.0)
+    calls, memory_calls = world.stripe.counts(), world.xmemory.counts()
+    since = [(at - killed_at, point) for at, point in world.gate.reached if at > killed_at]
     return Tally(
         questions=world.people.counted("customer"),
         reviews=world.people.counted("reviewer"),
         decisions=len(world.decider.decisions),
         lookups=len(world.shop.lookups),
-        writes=world.xmemory.counts()["write_async"],
+        memory_calls=sum(memory_calls.values()),
+        writes=memory_calls["write_async"],
         stripe_calls=sum(calls.values()),
         refund_requests=calls["refunds.create"],
         refunds=world.refunds_of(case_id),
         remembered=world.remembered(case_id),
-        kill_to_refund=refunded_at - killed_at if refunded_at > killed_at else None,
+        kill_to_progress=next((after for after, _ in since), None),
+        kill_to_refund=next((after for after, at in since if at == "after issue_refund"), None),
         kill_to_end=world.ended_at - killed_at,
     )
 
@@ -491,12 +509,21 @@ def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
 # --- Children ------------------------------------------------------------------------------------
 
 
+class Process(Protocol):
+    """What is used of a process here; whoever forked it, we kill it and learn when it is reaped."""
+
+    @property
+    def pid(self) -> int: ...
+    def kill(self) -> None: ...
+    async def wait(self) -> object: ...
+
+
 @dataclass
 class Child:
     """A child process. Its output goes to a file: nobody reads a pipe while it is being killed."""
 
     name: str
-    process: anyio.abc.Process
+    process: Process
     output: Any
 
     @property
@@ -536,15 +563,15 @@ class Child:
 
 @asynccontextmanager
 async def child(
-    name: str, command: Sequence[str], env: Mapping[str, str] | None = None
+    name: str, command: Sequence[str], env: Mapping[str, str] | None = None, *, heard: bool = False
 ) -> AsyncIterator[Child]:
     """Start a process that ends with this block, and with this process, whatever ends it: its
-    standard input closes when we die."""
+    standard input closes when we die. `heard`: we read its standard output."""
     with tempfile.TemporaryFile() as output:
         process = await anyio.open_process(
             command,
             stdin=subprocess.PIPE,
-            stdout=output,
+            stdout=subprocess.PIPE if heard else output,
             stderr=output,
             env={**os.environ, **(env or {})},
             start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
@@ -565,13 +592,17 @@ async def child(
 @asynccontextmanager
 async def agent(role: str, world: World, job: Mapping[str, Any], cast: Any) -> AsyncIterator[Child]:
     """A child of this file, `plain` or `worker`, that does this job; `cast.pid` becomes its id."""
-    assert world.address is not None
-    place = {"port": world.address.port, "token": world.address.token}
     command = [sys.executable, str(Path(__file__).resolve()), role]
-    environment = {"REFUND_AGENT_JOB": json.dumps({**job, **place})}
+    environment = {"REFUND_AGENT_JOB": json.dumps(placed(job, world))}
     async with child(f"the {role} process", command, environment) as started:
         cast.pid = started.pid
         yield started
+
+
+def placed(job: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """A job, and where its world is reached."""
+    assert world.address is not None
+    return {**job, "port": world.address.port, "token": world.address.token}
 
 
 async def first(*events: asyncio.Event) -> None:
@@ -585,20 +616,23 @@ async def first(*events: asyncio.Event) -> None:
 
 
 class Crash:
-    """One kill in a world: `before-refund`, `refund-in-flight`, `after-refund` or
-    `during-memory-write`. `killed_at` is by time.monotonic(), 0 before the kill."""
+    """One kill in a world: `before-refund`, `refund-in-flight`, `after-refund`,
+    `during-memory-write`, or any point of the gate. `killed_at` is by time.monotonic(), 0 before
+    the kill."""
 
     def __init__(self, world: World, point: str) -> None:
         self.world, self.point, self.killed_at = world, point, 0.0
+        self._trapped = self._trap()
 
     async def kill(self, child: Child, seconds: float) -> bool:
         """SIGKILL the child at the crash point; False if its case ended before it came there."""
-        waits = partial(first, self._trap(), self.world.ended)
+        waits = partial(first, self._trapped, self.world.ended)
         await child.until(waits, seconds, "the crash point")
         if self.world.ended.is_set():
             return False
         await child.kill()
         self.killed_at, self.world.xmemory.paused = time.monotonic(), False
+        self.world.gate.release()
         return True
 
     async def finish(self, child: Child, seconds: float) -> None:
@@ -615,8 +649,10 @@ class Crash:
         if self.point == "during-memory-write":
             self.world.xmemory.paused = True  # the write is queued, and not applied yet
             return self.world.gate.arm("before xmemory_wait_for_write")
-        where = "before" if self.point == "refund-in-flight" else "after"
-        return self.world.stripe.hold_next_create(where)
+        if self.point in ("refund-in-flight", "after-refund"):
+            where = "before" if self.point == "refund-in-flight" else "after"
+            return self.world.stripe.hold_next_create(where)
+        return self.world.gate.arm(self.point)
 
     async def _let_stripe_act(self) -> None:
         """A request that has arrived is carried out, dead caller or not. If Stripe had not acted
@@ -708,13 +744,51 @@ class GateInterceptor(Interceptor):
         return Announced(next)
 
 
+class AnnouncedTasks(WorkflowRunner):
+    """Lets every Workflow Task announce itself to the gate when the Worker has it in hand and has
+    not handled it; an interceptor is told what some tasks bring, not of every task. The number is
+    its place in Event History: replay, too, activates an instance once for each completed task. The
+    SDK reports a task that stands still for two seconds; a Worker that is held dies before."""
+
+    def __init__(self, gate: Any, runner: WorkflowRunner) -> None:
+        self._gate, self._runner = gate, runner
+
+    def prepare_workflow(self, defn: Any) -> None:
+        self._runner.prepare_workflow(defn)
+
+    def set_worker_level_failure_exception_types(self, types: Any) -> None:
+        self._runner.set_worker_level_failure_exception_types(types)
+
+    def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
+        instance, loop = self._runner.create_instance(det), asyncio.get_running_loop()
+        handle, tasks = instance.activate, itertools.count(1)
+
+        def activate(activation: Any) -> Any:  # in a thread, beside the loop
+            query = all(job.HasField("query_workflow") for job in activation.jobs)
+            number = 0 if query else next(tasks)
+            if number and not activation.is_replaying:
+                announced = self._gate.reach(f"in Workflow Task {number}")
+                asyncio.run_coroutine_threadsafe(announced, loop).result()
+            return handle(activation)
+
+        instance.activate = activate  # type: ignore[assignment,method-assign]
+        return instance
+
+
 # What demo and tests want of a Worker beside `build_worker`, which leaves all this at its default.
 # After a kill, a Workflow Task first goes to the private ("sticky") queue of the dead Worker, for
 # ten seconds by default. The demo shortens that; without a cache there is no such queue, and every
-# Workflow Task is a full replay, which checks determinism and costs three times the CPU.
+# Workflow Task is a full replay, which checks determinism and costs three times the CPU. A Worker
+# that is given no version makes one of all code that was ever imported: 0.2 seconds of its start.
+# And who ends a test or the demo has no time to drain its Workers.
+VERSION = WorkerDeploymentConfig(
+    version=WorkerDeploymentVersion("refund-agent", "harness"), use_worker_versioning=False)
 WORKERS = {
-    "demo": WorkerConfig(sticky_queue_schedule_to_start_timeout=timedelta(seconds=0.2)),
-    "replaying": WorkerConfig(max_cached_workflows=0),
+    "demo": WorkerConfig(
+        deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0),
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=0.2)),
+    "replaying": WorkerConfig(
+        deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0), max_cached_workflows=0),
     "stock": WorkerConfig(),
 }
 
@@ -723,7 +797,10 @@ class HarnessPlugin(SimplePlugin):
     """Puts the gate and one of `WORKERS` into every Worker of the client it is given to."""
 
     def __init__(self, worker: str, gate: Any = None) -> None:
-        super().__init__("harness", interceptors=[GateInterceptor(gate)] if gate else [])
+        super().__init__(
+            "harness",
+            interceptors=[GateInterceptor(gate)] if gate else [],
+            workflow_runner=partial(AnnouncedTasks, gate) if gate else None)
         self.options = WORKERS[worker]
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
@@ -745,14 +822,9 @@ async def plain(remote: Any, job: Mapping[str, Any]) -> None:
 async def worker(remote: Any, job: Mapping[str, Any]) -> None:
     plugin = HarnessPlugin(job["worker"], remote.gate)
     client = await connect(job["temporal"], plugins=[plugin])
-    await refund_agent.build_worker(
-        client,
-        job["task_queue"],
-        stripe=remote.stripe,
-        shop=remote.shop,
-        decider=remote.decider,
-        memory=remote.xmemory,
-    ).run()
+    await refund_agent.run_until_stopped(refund_agent.build_worker(
+        client, job["task_queue"], stripe=remote.stripe, shop=remote.shop, decider=remote.decider,
+        memory=remote.xmemory))
 
 
 # --- The Temporal server -------------------------------------------------------------------------
@@ -954,7 +1026,7 @@ def run(main: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
 
 
 def _explained(error: BaseException) -> int:
-    causes = list(_leaves(error))
+    causes = list(leaves(error))
     known = [c for c in causes if isinstance(c, HarnessError | refund_agent.Refused)]
     if any(isinstance(cause, BrokenPipeError) for cause in causes):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has gone
@@ -971,10 +1043,10 @@ def _explained(error: BaseException) -> int:
     return 1
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     else:
         yield error
 
@@ -988,22 +1060,23 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main() -> None:
-    job = json.loads(os.environ.pop("REFUND_AGENT_JOB"))
+def serve(role: str, job: Mapping[str, Any], parent: int) -> NoReturn:
+    """Do a job, until it is done or the parent's end of this pipe closes."""
     remote = Remote(Address(job["port"], job["token"]))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     try:
-        asyncio.run({"plain": plain, "worker": worker}[sys.argv[1]](remote, job))
+        asyncio.run({"plain": plain, "worker": worker}[role](remote, job))
     except BaseException:
         traceback.print_exc()
         leave(1)
     leave(0)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _end_with(parent: int) -> None:
+    while os.read(parent, MAX_LINE):
+        pass
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1], json.loads(os.environ.pop("REFUND_AGENT_JOB")), sys.stdin.fileno())

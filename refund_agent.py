@@ -19,6 +19,7 @@ the shop owns the order, Event History owns where the work stands. Memory inform
 import asyncio
 import hashlib
 import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,6 +54,7 @@ LULL, FLOOD = timedelta(seconds=1), 50  # messages within that; a run cannot clo
 MAX_EVENTS = 1_000  # of a run that waits. A Worker that comes back reads what it missed at once,
 # and the SDK gives it two seconds for that: enough for some 3,000 messages
 STRIPE_PAGE = 100  # refunds in one answer; the most Stripe gives
+DRAIN_TIMEOUT = timedelta(seconds=10)  # for what is in flight when a Worker is told to stop
 QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
 
 HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
@@ -891,11 +893,23 @@ def build_worker(
     client: Client, task_queue: str, *, stripe: Any, shop: Shop, decider: Decider,
     memory: xmemory.XmemoryInstance,
 ) -> Worker:
-    """The one registration, for every Worker; start it with `await worker.run()`."""
+    """The one registration, for every Worker; start it with `await run_until_stopped(worker)`."""
     steps = RefundActivities(stripe=stripe, shop=shop, decider=decider)
     return Worker(
         client, task_queue=task_queue, workflows=[RefundAgent], activities=[
             steps.agent_decide_next_step, steps.lookup_order, steps.lookup_customer_history,
             steps.check_refund_policy, steps.issue_refund, *xmemory.MemoryActivities(memory).all()],
         # The SDK holds heartbeats back for 80% of their timeout; then one late beat is too late.
-        max_heartbeat_throttle_interval=HEARTBEAT_TIMEOUT / xmemory.BEATS_PER_TIMEOUT)
+        max_heartbeat_throttle_interval=HEARTBEAT_TIMEOUT / xmemory.BEATS_PER_TIMEOUT,
+        graceful_shutdown_timeout=DRAIN_TIMEOUT)
+
+
+async def run_until_stopped(worker: Worker) -> None:
+    """Run a Worker until SIGTERM or Ctrl-C. From then on it takes no new work; what is in flight
+    has DRAIN_TIMEOUT to finish, and is then handed back, to be tried by another Worker."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):  # on Windows
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with worker:
+        await stopped.wait()

@@ -2,6 +2,7 @@
 
     python run_demo.py                        both scenarios: no keys, no network, a few seconds
     python run_demo.py --crash after-refund   what else can be in flight when a process dies
+    python run_demo.py --crash everywhere     every point of one case, in a table; a minute
     python run_demo.py --order 1235 --ask     you are the customer, and the reviewer
 
 First it runs as a plain process, then as a Temporal Workflow. Every number printed is counted at
@@ -26,6 +27,7 @@ from functools import partial
 try:
     import anyio
 
+    import crash_everywhere
     import harness
     import refund_agent
     from harness import Call, Child, Crash, Fixture, HarnessError, Server, World, background
@@ -120,6 +122,12 @@ class Options:
         return RefundRequest(self.order_id, customer, f"Please refund order {self.order_id}.")
 
 
+def scripted(question: Question) -> Answer:
+    to_customer = question.to == "customer"
+    text = SCRIPT.get(question.text, "I see.") if to_customer else "Approved."
+    return Answer(question.id, text, approve=not to_customer)
+
+
 class Scenario:
     """What both scenarios share: the world, the people in it, the trap and the kill."""
 
@@ -134,9 +142,9 @@ class Scenario:
         say(self.narrator.actor, f"asks the {question.to}: {question.text}")
         to_customer = question.to == "customer"
         if not self.options.typed:
-            text = SCRIPT.get(question.text, "I see.") if to_customer else "Approved."
-            say(question.to, text)
-            return Answer(question.id, text, approve=not to_customer)
+            answer = scripted(question)
+            say(question.to, answer.text)
+            return answer
         prompt = f"{'your answer' if to_customer else 'approve? y/n':>14}> "
         while True:
             try:
@@ -295,9 +303,7 @@ async def demo(options: Options) -> int:
     print(f"The customer {'is you' if options.typed else 'follows a script'}. "
           f"The kill comes when {CRASHES[options.crash]}.")
     async with harness.temporal_server(ui=options.ui) as server:
-        case_id = refund_agent.case_id_for(options.request)
-        if not server.ours:  # other people use that server, too
-            case_id = f"{case_id}-{uuid.uuid4().hex[:8]}"
+        case_id = case_id_on(server, options)
         plain, durable = Plain(options, "agent", case_id), Durable(options, "worker", case_id)
         job = {"temporal": server.address, "task_queue": f"demo-{uuid.uuid4()}", "worker": "demo"}
         async with plain.world.open(), durable.world.open():
@@ -309,12 +315,46 @@ async def demo(options: Options) -> int:
                 heading("2. With Temporal: the same loop as a Workflow, run by a Worker process")
                 await durable.play(server, first, job)
         code = show_counts(plain, durable)
-        print(f"\nTook {time.monotonic() - started:.1f} seconds.", flush=True)
-        if server.ui:
-            print(f"The Web UI stays up at {server.ui} until you press Ctrl-C.", flush=True)
-            with suppress(asyncio.CancelledError):
-                await anyio.sleep_forever()
+        await close(server, started)
     return code
+
+
+async def everywhere(options: Options) -> int:
+    started = time.monotonic()
+    print("One refund agent, killed everywhere. Real: processes, kills, the Temporal server.")
+    print("Stand-ins: Stripe, xmemory, shop, people, and the decider (a fixed policy, no model).")
+    print(f"Order {options.order_id} is first played without a kill. Then it is played once for "
+          "each point of that run:\na Worker is killed there, and a new one finishes.", flush=True)
+
+    async def reply(question: Question) -> Answer:
+        return scripted(question)
+
+    async with (
+        harness.temporal_server(ui=options.ui) as server,
+        crash_everywhere.workers() as start_worker,
+    ):
+        setting = crash_everywhere.Setting(
+            options.request, list(ORDERS.values()), reply, server, case_id_on(server, options),
+            start_worker)
+        refunds = 1 if options.order_id in WITH_REFUND else 0
+        code = await crash_everywhere.kill_everywhere(setting, refunds)
+        await close(server, started)
+    return code
+
+
+def case_id_on(server: Server, options: Options) -> str:
+    case_id = refund_agent.case_id_for(options.request)
+    if server.ours:
+        return case_id
+    return f"{case_id}-{uuid.uuid4().hex[:8]}"  # other people use that server, too
+
+
+async def close(server: Server, started: float) -> None:
+    print(f"\nTook {time.monotonic() - started:.1f} seconds.", flush=True)
+    if server.ui:
+        print(f"The Web UI stays up at {server.ui} until you press Ctrl-C.", flush=True)
+        with suppress(asyncio.CancelledError):
+            await anyio.sleep_forever()
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -323,24 +363,33 @@ def parse(arguments: list[str] | None = None) -> Options:
         "Workflow, and count what each one loses. Exits with 0 if all that it claims was observed.",
         formatter_class=argparse.RawTextHelpFormatter)
     points = "\n".join(f"{name}: {text}" for name, text in CRASHES.items())
-    parser.add_argument("--crash", choices=CRASHES, metavar="POINT",
-                        help="when to kill it; the first, or the last for an order without a "
-                        f"refund, if not said otherwise\n{points}")
+    parser.add_argument("--crash", choices=[*CRASHES, "everywhere"], metavar="POINT",
+                        help="when to kill it; the first, or the fourth for an order without a "
+                        f"refund, if not said otherwise\n{points}\neverywhere: at every Activity, "
+                        "Workflow Task and wait of one case, one row each")
     orders = "\n".join(f"{o.order_id}: {o.item}, {Money(o.amount, o.currency)}, {o.shows}"
                        for o in ORDERS.values())
-    parser.add_argument("--order", default="1234", metavar="ID",
-                        help=f"what to refund; the first if not said otherwise\n{orders}")
+    parser.add_argument("--order", metavar="ID", help="what to refund; the first, or the second "
+                        f"for everywhere, if not said otherwise\n{orders}")
     parser.add_argument("--ask", action="store_true", help="you are the customer and the reviewer")
     parser.add_argument("--ui", action="store_true", help="keep the server up, with its Web UI")
     given = parser.parse_args(arguments)
-    if not refund_agent.ID_PART.fullmatch(given.order):
+    order = given.order
+    if order is None:
+        order = "1235" if given.crash == "everywhere" else "1234"
+    if not refund_agent.ID_PART.fullmatch(order):
         parser.error("an order id is 1 to 64 letters, digits, - or _")
-    refunds = given.order in WITH_REFUND
+    if given.crash == "everywhere":
+        if given.ask:
+            parser.error("--crash everywhere plays one case dozens of times; leave out --ask")
+        return Options(order, given.crash, False, given.ui)
+    refunds = order in WITH_REFUND
     crash = given.crash or ("before-refund" if refunds else "during-memory-write")
     if not refunds and crash != "during-memory-write":
-        parser.error(f"order {given.order} ends without a refund; use --crash during-memory-write")
-    return Options(given.order, crash, given.ask, given.ui)
+        parser.error(f"order {order} ends without a refund; use --crash during-memory-write")
+    return Options(order, crash, given.ask, given.ui)
 
 
 if __name__ == "__main__":
-    harness.run(partial(demo, parse()))
+    given = parse()
+    harness.run(partial(everywhere if given.crash == "everywhere" else demo, given))

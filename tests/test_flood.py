@@ -83,7 +83,7 @@ async def test_every_accepted_message_is_accounted_for(server: Server, pace: int
     job = {"temporal": server.address, "task_queue": desk.queue, "worker": "stock"}
     case = await start_case(
         desk.client, request_for("1234"), task_queue=desk.queue, case_id=str(uuid.uuid4()))
-    latest = desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
+    latest: Case = desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
 
     async def send() -> None:
         await latest.signal(RefundAgent.answer, NONSENSE)

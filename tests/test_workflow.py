@@ -266,7 +266,7 @@ async def test_a_flood_of_messages_continues_as_new_and_loses_nothing() -> None:
             while (await case.describe()).run_id == case.first_execution_run_id:
                 await asyncio.sleep(harness.POLL_SECONDS)
             assert await question_of(case) == second
-            latest = desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
+            latest: Case = desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
             async with background(partial(desk.world.people.converse, latest)):
                 result = await latest.result()
         assert result.outcome == "refund succeeded" and len(desk.world.decider.decisions) == 5

@@ -65,7 +65,7 @@ async def signals_and_longest(desk: Desk, case: Case) -> tuple[int, int]:
 async def test_what_a_worker_could_not_catch_up_with_is_not_sent(desk: Desk) -> None:
     """While it is dead, nobody reads: the client stops before there is too much for one task."""
     case = await desk.start()
-    signal = partial(case.signal, RefundAgent.answer, NONSENSE)
+    signal = partial(case.signal, "answer", NONSENSE)
     assert await send_all(signal, 400) == {"accepted": 400}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(refund_agent, "MAX_EVENTS", 200)  # to wait for 2,000 messages takes long
@@ -86,7 +86,7 @@ async def test_every_accepted_message_is_accounted_for(server: Server, pace: int
     latest: Case = desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
 
     async def send() -> None:
-        await latest.signal(RefundAgent.answer, NONSENSE)
+        await latest.signal("answer", NONSENSE)
         await asyncio.sleep(SENDERS / pace if pace else 0)
 
     async with desk.world.open(), harness.agent("worker", desk.world, job, desk) as worker:

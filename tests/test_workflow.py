@@ -55,7 +55,7 @@ async def test_the_answer_counts_that_was_there_first(desk: Desk) -> None:
         case = await desk.start()
         first = await question_of(case)
         for text in ("yes", "no"):
-            await case.signal(RefundAgent.answer, Answer(first.id, text))
+            await case.signal("answer", Answer(first.id, text))
         second = await question_of(case)
         assert second.id != first.id and "second answer" in await ignored(case)
         with pytest.raises(Refused):
@@ -74,7 +74,7 @@ async def test_a_message_that_cannot_be_used_harms_nothing(
         case = await desk.start()
         question = await question_of(case)
         answer = Answer(id or question.id, text)
-        await case.signal(RefundAgent.answer, answer)
+        await case.signal("answer", answer)
         assert why in await ignored(case)
         with pytest.raises(Refused):
             await send_answer(case, answer)
@@ -100,7 +100,7 @@ async def test_the_customer_cannot_approve_a_review(desk: Desk) -> None:
     async with desk.open("1235") as case:
         await reviewer.asked.wait()
         review = desk.world.people.asked[-1]
-        await case.signal(RefundAgent.answer, Answer(review.id, "yes", approve=True))
+        await case.signal("answer", Answer(review.id, "yes", approve=True))
         assert "unknown question" in await ignored(case)
         assert await open_question(case) == review
 
@@ -129,7 +129,7 @@ async def test_an_answer_is_accepted_while_no_worker_is_alive(desk: Desk) -> Non
 async def test_an_answer_that_comes_with_the_start_is_used(desk: Desk) -> None:
     question = Question.at(0, "customer", refund_agent.INTAKE[0])
     case = await desk.start()
-    await case.signal(RefundAgent.answer, await reply(question))
+    await case.signal("answer", await reply(question))
     async with desk.worker(), background(partial(desk.world.people.converse, case)):
         await case.result()
     assert [asked.text for asked in desk.world.people.asked] == [refund_agent.INTAKE[1]]
@@ -205,7 +205,7 @@ async def test_a_cancel_before_the_approval_wins(desk: Desk) -> None:
     async with desk.open("1235") as case:
         await reviewer.asked.wait()
     await case.cancel()
-    await case.signal(RefundAgent.review, await reply(desk.world.people.asked[-1]))
+    await case.signal("review", await reply(desk.world.people.asked[-1]))
     async with desk.worker():
         with pytest.raises(WorkflowFailureError):
             await case.result()
@@ -262,7 +262,7 @@ async def test_a_flood_of_messages_continues_as_new_and_loses_nothing() -> None:
             await send_answer(case, await reply(await question_of(case)))
             second = await question_of(case)
             for _ in range(30):
-                await case.signal(RefundAgent.answer, Answer("nonsense", "x"))
+                await case.signal("answer", Answer("nonsense", "x"))
             while (await case.describe()).run_id == case.first_execution_run_id:
                 await asyncio.sleep(harness.POLL_SECONDS)
             assert await question_of(case) == second
@@ -281,7 +281,7 @@ async def test_a_cancel_is_not_lost_when_the_case_continues_as_new() -> None:
             case = await desk.start()
             await question_of(case)
         for _ in range(30):
-            await case.signal(RefundAgent.answer, Answer("nonsense", "x"))
+            await case.signal("answer", Answer("nonsense", "x"))
         await case.cancel()
         async with desk.worker():
             with pytest.raises(WorkflowFailureError) as failure:

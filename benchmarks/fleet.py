@@ -1,0 +1,227 @@
+"""N agents side by side: what they cost, and what becomes of them while Workers are killed.
+
+    python benchmarks/fleet.py [--agents 200] [--in-flight 200] [--workers 1] [--kill-every [1.0]]
+
+Each agent has an order and a customer of its own. A Worker is a process with what `build_worker`
+gives, the SDK's default cache included; the dev server has short timers (`harness.FAST_TIMERS`).
+With `--kill-every`, a Worker is SIGKILLed so many seconds after it said that it polls, and
+replaced, until all agents have ended.
+
+Counted at the stand-ins: refunds, remembered cases, questions, and the calls beyond those of agents
+that nobody kills. A question counts when a customer is shown what the decider chose to ask, and he
+is shown it when Event History says that the Workflow waits for one more answer; he answers at once.
+(The Query that a real client sends would make a new Worker replay the case first.) Customers and
+stand-ins live in this process; the decider is the fixed policy.
+
+CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
+until all agents had ended. Recovery is the time from the kill of the Worker that an agent's last
+decision was made for, to its next decision: the death is noticed, a new Worker has started, and it
+is this agent's turn. Exits with 1 if a count is wrong; calls may come again only after a kill.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import py_compile
+import statistics
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+from temporalio.client import Client, WorkflowFailureError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import harness
+import refund_agent
+from harness import Address, Call, Fixture, People, World
+from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
+
+CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
+PROTOTYPE = {"server": 65 / 55, "Workers": 42 / 55}  # ms per event, quiet machine, without kills
+START_SECONDS = 60.0  # for a Worker, on a busy machine
+Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
+
+
+async def work(temporal: str, queue: str, port: str, token: str) -> None:
+    """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
+    fleet: Any = harness.Remote(Address(int(port), token)).fleet
+    client, world = await harness.connect(temporal), fleet.world
+    async with refund_agent.build_worker(
+            client, queue, stripe=world.stripe, shop=world.shop, decider=world.decider,
+            memory=world.xmemory):
+        await fleet.polls(os.getpid())
+        await asyncio.to_thread(sys.stdin.read)  # until whoever started this process ends
+
+
+async def reply(question: Question) -> Answer:
+    return Answer(question.id, "Yes; the lid is cracked.")
+
+
+class Fleet:
+    """The agents, their customers, and the Workers that come and go."""
+
+    def __init__(self, options: argparse.Namespace, client: Client, tasks: Any) -> None:
+        self.client, self.queue, self.tasks = client, str(uuid.uuid4()), tasks
+        self.places, self.kill_every = anyio.Semaphore(options.in_flight), options.kill_every
+        self.people = {f"{number}": People(reply) for number in range(options.agents)}
+        self.world = World(
+            [Fixture(id, "approved at once", "teapot", 80_00, 200_00, f"customer-{id}")
+             for id in self.people], reply, self.on_call)
+        self.cases: dict[str, Case] = {}
+        self.calls, self.worker_cpu = 0, 0.0
+        self.looking: set[str] = set()  # the agents whose customer waits for the next question
+        self.chosen: dict[tuple[str, int], Question] = {}  # by agent and turn
+        self.served_by: dict[str, int] = {}  # the Worker of each agent's last decision
+        self.killed_at: dict[int, float] = {}
+        self.recoveries: list[float] = []
+        self.polling: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.ready, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def live(self, id: str) -> Ended:
+        """One agent, from its start to its end."""
+        request, well = RefundRequest(id, f"customer-{id}", "Please refund my order."), False
+        case_id = refund_agent.case_id_for(request)
+        self.cases[id] = self.client.get_workflow_handle_for(RefundAgent.run, case_id)
+        async with self.places:
+            case = await refund_agent.start_case(self.client, request, task_queue=self.queue)
+            with suppress(WorkflowFailureError):
+                result = await case.result()
+                well = result.outcome == "refund succeeded" and result.remembered
+        info = (await case.describe()).raw_description.workflow_execution_info
+        return well, info.history_length, info.history_size_bytes
+
+    def on_call(self, call: Call) -> None:
+        self.calls += call.path != "fleet.polls"
+        if call.path.endswith("decider.decide"):
+            id: str = call.arguments[0].order_id
+            if killed_at := self.killed_at.get(self.served_by.get(id, 0)):
+                self.recoveries.append(time.monotonic() - killed_at)
+            self.served_by[id] = call.pid
+            if call.result.action == "ask":
+                turn: int = call.arguments[1].turn
+                self.chosen[id, turn] = Question.at(turn, "customer", call.result.text)
+                if id not in self.looking:
+                    self.looking.add(id)
+                    self.tasks.start_soon(self.converse, id)
+
+    async def converse(self, id: str) -> None:
+        """Show the customer his next question as soon as Event History has the wait for it."""
+        people, case, waits = self.people[id], self.cases[id], 0
+        async for event in case.fetch_history_events(wait_new_event=True):
+            waits += event.HasField("timer_started_event_attributes")
+            if waits > people.counted("customer"):
+                question = self.chosen[id, waits - 1]
+                people.look_at(question)
+                await case.signal("answer", await reply(question))
+                break
+        self.looking.remove(id)
+
+    async def polls(self, pid: int) -> None:
+        """A Worker says so."""
+        self.polling[pid].set()
+        self.ready.set()
+
+    async def keep_worker(self, command: Sequence[str]) -> None:
+        while not self.ended.is_set():
+            async with harness.child("a Worker", command) as worker:
+                await worker.until(self.polling[worker.pid].wait, START_SECONDS, "its Task Queue")
+                before = 0.0 if self.killed_at else cpu_seconds(worker.pid)
+                with anyio.move_on_after(self.kill_every):
+                    await worker.until(self.ended.wait, math.inf, "the end")
+                self.worker_cpu += cpu_seconds(worker.pid) - before
+                if not self.ended.is_set():
+                    await worker.kill()
+                    self.killed_at[worker.pid] = time.monotonic()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process; not a number where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def server_pid(server: harness.Server) -> int:
+    """The server is the child of its keeper."""
+    keeper = server.process.pid if server.process else 0
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+    return 0
+
+
+async def run(options: argparse.Namespace) -> int:
+    with suppress(OSError):  # the sandbox imports it for every agent; from source, at twice the CPU
+        py_compile.compile(refund_agent.__file__)
+    async with harness.dev_server() as server, anyio.create_task_group() as tasks:
+        fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
+        async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
+            command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
+                       str(at.port), at.token]
+            async with anyio.create_task_group() as workers:
+                for _ in range(options.workers):
+                    workers.start_soon(fleet.keep_worker, command)
+                await fleet.ready.wait()
+                before = time.monotonic(), cpu_seconds(pid), time.process_time()
+                ended = await asyncio.gather(*map(fleet.live, fleet.people))
+                after = time.monotonic(), cpu_seconds(pid), time.process_time()
+                fleet.ended.set()
+        tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
+    return report(fleet, ended, *(b - a for a, b in zip(before, after, strict=True)))
+
+
+def report(
+    fleet: Fleet, ended: Sequence[Ended], seconds: float, server: float, parent: float
+) -> int:
+    well, lengths, sizes = zip(*ended, strict=True)
+    n, kills, events, world = len(ended), len(fleet.killed_at), sum(lengths), fleet.world
+    refunds = [refund["metadata"]["case_id"] for refund in world.stripe.refunds.values()]
+    cases = len(world.xmemory.tables["RefundCase"])  # by their key, the case id
+    questions = [people.counted("customer") for people in fleet.people.values()]
+    extra_calls = fleet.calls - CALLS * n
+    print(f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: "
+          f"{statistics.median(lengths):.0f} events, {statistics.median(sizes):,.0f} bytes")
+    for who, cpu in {"server": server, "Workers": fleet.worker_cpu, "this process": parent}.items():
+        each, known = cpu / events * 1000, PROTOTYPE.get(who, math.nan)
+        print(f"{f'CPU per event, {who}':28}{each:6.2f} ms; early prototype {known:.2f}, "
+              f"ratio {each / known:.2f}".replace("nan", "n/a"))
+    if len(fleet.recoveries) > 1:
+        parts = statistics.quantiles(fleet.recoveries, n=20)
+        print(f"recovery, n={len(fleet.recoveries)}: p50 {parts[9]:.1f} s, p95 {parts[18]:.1f} s")
+    claims = {
+        "each agent refunded once": len(refunds) == len(set(refunds)) == n,
+        "each case was remembered": cases == n,
+        "each customer was asked two questions": questions == [2] * n,
+        "each agent says that it ended so": all(well),
+        "no call came again without a kill": kills > 0 or extra_calls == 0}
+    for claim in (claim for claim, observed in claims.items() if not observed):
+        print(f"NOT OBSERVED: {claim}")
+    print(json.dumps({
+        "agents": n, "refunds": len(refunds), "cases": cases, "questions": sum(questions),
+        "extra_calls": extra_calls, "kills": kills, "agents_per_s": round(n / seconds, 2),
+        "events_per_s": round(events / seconds, 1)}), flush=True)
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        asyncio.run(work(*sys.argv[2:]))
+        sys.exit()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--agents", type=int, default=200)
+    parser.add_argument("--in-flight", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--kill-every", type=float, nargs="?", const=1.0, metavar="SECONDS")
+    harness.run(partial(run, parser.parse_args()))

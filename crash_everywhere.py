@@ -42,7 +42,7 @@ ROW_SECONDS = 60.0  # for a Worker to come to its point, and for the new one to 
 # reported. Before its body, in a Workflow Task and in a wait, no call is in flight.
 IN_FLIGHT = {
     "agent_decide_next_step": {"decisions": 1},
-    "lookup_order": {"lookups": 1, "stripe_calls": 1},
+    "lookup_order": {"lookups": 1, "stripe_calls": 2},  # the payment, and its refunds if any
     "lookup_customer_history": {"lookups": 1},
     "check_refund_policy": {},  # it calls nobody
     "issue_refund": {"stripe_calls": 1},  # it looks first, finds the refund and orders no other

@@ -116,7 +116,8 @@ class RefundRequest:
 
 @dataclass(frozen=True)
 class Order:
-    """The shop's order line, with what Stripe says is `left` of the payment (minor units)."""
+    """The shop's order line, with what Stripe says is `left` of the payment (minor units), not
+    counting a refund of this very case."""
 
     item: str
     price: Money
@@ -210,6 +211,14 @@ class Known:
 class Situation:
     request: RefundRequest
     known: Known
+
+
+@dataclass(frozen=True)
+class OrderLine:
+    """What is looked up, and for which case."""
+
+    request: RefundRequest
+    case_id: str
 
 
 @dataclass(frozen=True)
@@ -407,7 +416,7 @@ async def decide_case(
                 return ended("abandoned")
             known = learned(known, answers=(*known.answers, Asked(step.text, answer.text)))
         elif step.action in LOOKUPS:
-            known = await look_up(step.action, request, known, runtime)
+            known = await look_up(step.action, request, key, known, runtime)
             if known.order_missing or (known.order and known.order.left == 0):
                 return ended("order not found" if known.order_missing else "already refunded")
         elif step.action == "deny" or known.order is None:
@@ -417,9 +426,12 @@ async def decide_case(
     return ended("needs a human", notice="the decider ran out of turns or ignored its refusals")
 
 
-async def look_up(action: str, request: RefundRequest, known: Known, runtime: Runtime) -> Known:
+async def look_up(
+    action: str, request: RefundRequest, key: CaseKey, known: Known, runtime: Runtime
+) -> Known:
     if action == "lookup_order":
-        order = await runtime.act(RefundActivities.lookup_order, request)
+        line = OrderLine(request, key.case_id)
+        order = await runtime.act(RefundActivities.lookup_order, line)
         return learned(known, order=order, order_missing=order is None)
     if action == "lookup_customer_history":
         found = await runtime.act(RefundActivities.lookup_customer_history, request.customer_id)
@@ -443,7 +455,8 @@ async def order_refund(
             return ended("denied", reason="a colleague decided so", notice=answer.text)
         # A month may have passed. And a cancel that came before the approval is delivered here, at
         # the next await that leaves the Workflow: Signals are handled first.
-        now = await runtime.act(RefundActivities.lookup_order, request)
+        line = OrderLine(request, key.case_id)
+        now = await runtime.act(RefundActivities.lookup_order, line)
         if now is None or now.left != order.left:
             return ended("needs a human", notice="the payment changed while the case waited")
     # The key is never made of the amount or the attempt: these may change, the refund must not.
@@ -619,8 +632,9 @@ class RefundActivities:
 
     @activity.defn
     @xmemory.heartbeating
-    async def lookup_order(self, request: RefundRequest) -> Order | None:
+    async def lookup_order(self, line: OrderLine) -> Order | None:
         """None if the shop has no such order, or has it for another customer."""
+        request = line.request
         with failing_as("ShopFailed", "the shop gave no readable answer"):
             found = await self._shop.order(request.order_id, request.line)
             if found is None or found.customer_id != request.customer_id:
@@ -631,6 +645,9 @@ class RefundActivities:
                 found.payment_intent, {"expand": ["latest_charge"]})
             charge = payment.latest_charge
             left = whole(charge.amount) - whole(charge.amount_refunded) if charge else 0
+            if charge and charge.amount_refunded:  # to others, or by this case before a reset
+                mine = await self._refund_of_case(found.payment_intent, line.case_id)
+                left += whole(mine.amount) if mine and mine.status == "succeeded" else 0
         if not charge:
             raise ApplicationError("this payment is not paid", type="NotPaid", non_retryable=True)
         price = Money(amount, payment.currency)
@@ -662,19 +679,20 @@ class RefundActivities:
         (not canceled) with its request on its way, and started anew within the same minute.
         """
         with stripe_errors(order.give_up_at):
-            done = await self._refund_of_case(order) or await self._stripe.v1.refunds.create_async(
+            done = await self._refund_of_case(order.payment_intent, order.case_id)
+            done = done or await self._stripe.v1.refunds.create_async(
                 {"payment_intent": order.payment_intent, "amount": order.money.amount,
                  "metadata": {"case_id": order.case_id}},
                 {"idempotency_key": order.idempotency_key})
             return Refund(str(done.id), str(done.status), Money(whole(done.amount), done.currency))
 
-    async def _refund_of_case(self, order: RefundOrder) -> Any:
+    async def _refund_of_case(self, payment_intent: str, case_id: str) -> Any:
         """What the owner has on record, every page of it."""
-        query: dict[str, Any] = {"payment_intent": order.payment_intent, "limit": STRIPE_PAGE}
+        query: dict[str, Any] = {"payment_intent": payment_intent, "limit": STRIPE_PAGE}
         while True:
             page = await self._stripe.v1.refunds.list_async(query)
             for refund in page.data:
-                if getattr(refund.metadata, "case_id", None) == order.case_id:
+                if getattr(refund.metadata, "case_id", None) == case_id:
                     return refund
             if not page.has_more:
                 return None

@@ -17,6 +17,7 @@ from temporalio.exceptions import ApplicationError
 import fake_stripe
 import harness
 import refund_agent
+import run_demo
 from harness import HarnessPlugin, Remote, Server, background, open_question
 from refund_agent import (
     Answer,
@@ -114,6 +115,22 @@ async def test_a_finished_case_reset_to_later_tasks_ends_as_it_did(
         for to in (LAST, "xmemory_write_async", "issue_refund", "lookup_order"):
             assert await result_of(desk, await reset(server, desk, case, to)) == result
     assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (1, 1)
+
+
+async def test_a_case_does_not_take_its_own_refund_for_somebody_elses(
+    server: Server, desk: Desk
+) -> None:
+    whole = harness.Fixture("all", "the whole payment", "cup", 80_00, 80_00, "ada")
+    desk.world = harness.World([whole, run_demo.ORDERS["1235"]], reply, lambda call: None)
+    for order_id, to in (("all", FIRST), ("1235", "lookup_customer_history")):
+        request = RefundRequest(order_id, "ada" if order_id == "all" else "ben", "Please refund.")
+        async with desk.worker():
+            case = await refund_agent.start_case(
+                desk.client, request, task_queue=desk.queue, case_id=f"{desk.queue}-{order_id}")
+            result = await result_of(desk, case)
+            assert (result.outcome, result.remembered) == ("refund succeeded", True)
+            assert await result_of(desk, await reset(server, desk, case, to)) == result
+    assert len(desk.world.stripe.refunds) == 2
 
 
 async def test_a_case_reset_while_it_waits_for_the_reviewer_goes_on_waiting(

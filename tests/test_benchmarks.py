@@ -1,0 +1,40 @@
+"""The benchmarks as a stranger runs them: a subprocess, its exit code and its last line."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+
+BENCHMARKS = Path(harness.__file__).parent / "benchmarks"
+SECONDS = 60
+
+
+async def last_line(script: str, *arguments: str) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(BENCHMARKS / script), *arguments, cwd="/",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    assert process.returncode == 0, output.decode()
+    counted: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return counted
+
+
+async def test_a_fleet_makes_one_refund_each() -> None:
+    counted = await last_line("fleet.py", "--agents", "3")
+    expected = {"agents": 3, "refunds": 3, "cases": 3, "questions": 6, "extra_calls": 0, "kills": 0}
+    assert expected.items() <= counted.items()
+
+
+async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:
+    counted = await last_line("durable_write.py", "--polls", "2", "4")
+    two, four = counted["durable_write"]
+    assert (two["polls"], four["polls"]) == (2, 4)
+    assert two["events"] == four["events"] <= 18

@@ -348,14 +348,18 @@ class People:
     async def converse(self, case: Case) -> None:
         """How people meet a Workflow: whenever it starts to wait, look at its progress and answer
         what is open. Watching Event History for that costs the Worker nothing, unlike polling."""
-        async for event in case.fetch_history_events(wait_new_event=True):
-            if not event.HasField("timer_started_event_attributes"):
-                continue
-            question = await open_question(case)
-            if self.look_at(question) and question:
-                answer = await self._reply(question)
-                with suppress(refund_agent.Refused):
-                    await refund_agent.send_answer(case, answer, reviewer=question.to == "reviewer")
+        another_run = True
+        while another_run:
+            async for event in case.fetch_history_events(wait_new_event=True):
+                kind = event.WhichOneof("attributes")
+                another_run = kind == "workflow_execution_continued_as_new_event_attributes"
+                if kind != "timer_started_event_attributes":
+                    continue
+                question = await open_question(case)
+                if self.look_at(question) and question:
+                    answer, reviewer = await self._reply(question), question.to == "reviewer"
+                    with suppress(refund_agent.Refused):
+                        await refund_agent.send_answer(case, answer, reviewer=reviewer)
 
     def counted(self, to: str) -> int:
         return sum(question.to == to for question in self.asked)

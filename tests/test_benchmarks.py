@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import harness
 
+pytestmark = pytest.mark.everywhere
 BENCHMARKS = Path(harness.__file__).parent / "benchmarks"
 SECONDS = 60
 

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+import pytest
 from conftest import Desk, reply
 
 import harness
@@ -53,6 +54,7 @@ async def slow_reply(question: Question) -> Answer:
     return await reply(question)
 
 
+@pytest.mark.everywhere
 async def test_a_rolling_replacement_loses_and_repeats_nothing(server: Server) -> None:
     desk = Desk(await server.client())
     orders = [Fixture(f"{n}", "approved", "cup", 80_00, 200_00, f"c{n}") for n in range(MOST)]

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import pytest_asyncio
 from conftest import Desk, reply
 from temporalio.api.enums.v1 import PendingActivityState, TaskQueueType
@@ -32,6 +33,7 @@ import harness
 from harness import Call, Child, Server, background
 from refund_agent import Answer, Case, Question
 
+pytestmark = pytest.mark.everywhere
 SECONDS = 40.0  # for anything that a child should do
 UNDISTURBED = {"questions": 2, "reviews": 0, "decisions": 5, "lookups": 2, "writes": 1,
                "refund_requests": 1, "refunds": 1, "remembered": 1}

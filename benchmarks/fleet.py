@@ -1,6 +1,6 @@
 """N agents side by side: what they cost, and what becomes of them while Workers are killed.
 
-    python benchmarks/fleet.py [--agents 200] [--in-flight 200] [--workers 1] [--kill-every [1.0]]
+    python benchmarks/fleet.py [--agents 200] [--in-flight 50] [--workers 1] [--kill-every [1.0]]
 
 Each agent has an order and a customer of its own. A Worker is a process with what `build_worker`
 gives, the SDK's default cache included; the dev server has short timers (`harness.FAST_TIMERS`).
@@ -8,15 +8,19 @@ With `--kill-every`, a Worker is SIGKILLed so many seconds after it said that it
 replaced, until all agents have ended.
 
 Counted at the stand-ins: refunds, remembered cases, questions, and the calls beyond those of agents
-that nobody kills. A question counts when a customer is shown what the decider chose to ask, and he
-is shown it when Event History says that the Workflow waits for one more answer; he answers at once.
-(The Query that a real client sends would make a new Worker replay the case first.) Customers and
-stand-ins live in this process; the decider is the fixed policy.
+that nobody kills. A question counts when the decider chooses to ask what the customer is not yet
+looking at; he thinks for a moment and signals his answer. (A real client sends a Query first, for
+which a new Worker would have to replay the case.) Customers and stand-ins live in this process; the
+decider is the fixed policy.
 
 CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
-until all agents had ended. Recovery is the time from the kill of the Worker that an agent's last
-decision was made for, to its next decision: the death is noticed, a new Worker has started, and it
-is this agent's turn. Exits with 1 if a count is wrong; calls may come again only after a kill.
+until all agents had ended. It says little without the speed of the machine, so Workflows of nothing
+but Activities that do nothing, without a sandbox, are run first, as a yardstick. Recovery is the
+time from the kill of the Worker that an agent's last decision was made for, to its next decision:
+the death is noticed, a new Worker has started, and it is this agent's turn.
+
+Exits with 1 if a count is wrong, or if a call came again without a kill: a Worker with too much in
+flight is too busy to heartbeat in time.
 """
 
 import argparse
@@ -38,7 +42,9 @@ from typing import Any
 
 import anyio
 import anyio.abc
+from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowFailureError
+from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,9 +54,29 @@ from harness import Address, Call, Fixture, People, World
 from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
 
 CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
-PROTOTYPE = {"server": 65 / 55, "Workers": 42 / 55}  # ms per event, quiet machine, without kills
+PROTOTYPE = {"server": 65 / 55, "Workers": 42 / 55}  # ms per event, without kills
 START_SECONDS = 60.0  # for a Worker, on a busy machine
+THINKING_SECONDS = 0.5  # of a customer
+BARE_WORKFLOWS, BARE_STEPS = 60, 8
+BARE_EVENTS = 5 + 6 * BARE_STEPS
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process; not a number where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def server_pid(server: harness.Server) -> int:
+    """The server is the child of its keeper."""
+    keeper = server.process.pid if server.process else 0
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+    return 0
 
 
 async def work(temporal: str, queue: str, port: str, token: str) -> None:
@@ -62,6 +88,44 @@ async def work(temporal: str, queue: str, port: str, token: str) -> None:
             memory=world.xmemory):
         await fleet.polls(os.getpid())
         await asyncio.to_thread(sys.stdin.read)  # until whoever started this process ends
+
+
+@activity.defn
+async def nothing() -> None: ...
+
+
+@workflow.defn(sandboxed=False)
+class Bare:
+    @workflow.run
+    async def run(self) -> None:
+        for _ in range(BARE_STEPS):
+            await workflow.execute_activity(
+                nothing, start_to_close_timeout=refund_agent.STEP_TIMEOUT)
+
+
+async def work_bare(temporal: str, queue: str) -> None:
+    client = await harness.connect(temporal)
+    async with Worker(client, task_queue=queue, workflows=[Bare], activities=[nothing]):
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def yardstick(server: harness.Server, in_flight: int) -> tuple[float, float]:
+    """CPU seconds per event, server and Worker, of the least that such Workflows can cost here."""
+    client, pid, queue = await server.client(), server_pid(server), str(uuid.uuid4())
+    places = anyio.Semaphore(in_flight)
+
+    async def run(id: str) -> None:
+        async with places:
+            await client.execute_workflow(Bare.run, id=id, task_queue=queue)
+
+    command = [sys.executable, __file__, "bare", str(server.address), queue]
+    async with harness.child("a bare Worker", command) as worker:
+        await worker.until(partial(run, "warm-up"), START_SECONDS, "its first Workflow")
+        before = cpu_seconds(pid), cpu_seconds(worker.pid)
+        await asyncio.gather(*(run(f"bare-{number}") for number in range(BARE_WORKFLOWS)))
+        after = cpu_seconds(pid), cpu_seconds(worker.pid)
+    used = [(b - a) / BARE_WORKFLOWS / BARE_EVENTS for a, b in zip(before, after, strict=True)]
+    return used[0], used[1]
 
 
 async def reply(question: Question) -> Answer:
@@ -80,8 +144,6 @@ class Fleet:
              for id in self.people], reply, self.on_call)
         self.cases: dict[str, Case] = {}
         self.calls, self.worker_cpu = 0, 0.0
-        self.looking: set[str] = set()  # the agents whose customer waits for the next question
-        self.chosen: dict[tuple[str, int], Question] = {}  # by agent and turn
         self.served_by: dict[str, int] = {}  # the Worker of each agent's last decision
         self.killed_at: dict[int, float] = {}
         self.recoveries: list[float] = []
@@ -109,23 +171,13 @@ class Fleet:
                 self.recoveries.append(time.monotonic() - killed_at)
             self.served_by[id] = call.pid
             if call.result.action == "ask":
-                turn: int = call.arguments[1].turn
-                self.chosen[id, turn] = Question.at(turn, "customer", call.result.text)
-                if id not in self.looking:
-                    self.looking.add(id)
-                    self.tasks.start_soon(self.converse, id)
+                question = Question.at(call.arguments[1].turn, "customer", call.result.text)
+                if self.people[id].look_at(question):
+                    self.tasks.start_soon(self.answer, id, question)
 
-    async def converse(self, id: str) -> None:
-        """Show the customer his next question as soon as Event History has the wait for it."""
-        people, case, waits = self.people[id], self.cases[id], 0
-        async for event in case.fetch_history_events(wait_new_event=True):
-            waits += event.HasField("timer_started_event_attributes")
-            if waits > people.counted("customer"):
-                question = self.chosen[id, waits - 1]
-                people.look_at(question)
-                await case.signal("answer", await reply(question))
-                break
-        self.looking.remove(id)
+    async def answer(self, id: str, question: Question) -> None:
+        await anyio.sleep(THINKING_SECONDS)
+        await self.cases[id].signal("answer", await reply(question))
 
     async def polls(self, pid: int) -> None:
         """A Worker says so."""
@@ -145,27 +197,11 @@ class Fleet:
                     self.killed_at[worker.pid] = time.monotonic()
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process; not a number where there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return math.nan
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def server_pid(server: harness.Server) -> int:
-    """The server is the child of its keeper."""
-    keeper = server.process.pid if server.process else 0
-    with suppress(OSError, IndexError):
-        return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
-    return 0
-
-
 async def run(options: argparse.Namespace) -> int:
     with suppress(OSError):  # the sandbox imports it for every agent; from source, at twice the CPU
         py_compile.compile(refund_agent.__file__)
     async with harness.dev_server() as server, anyio.create_task_group() as tasks:
+        bare = await yardstick(server, options.in_flight)
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
             command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
@@ -179,11 +215,12 @@ async def run(options: argparse.Namespace) -> int:
                 after = time.monotonic(), cpu_seconds(pid), time.process_time()
                 fleet.ended.set()
         tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
-    return report(fleet, ended, *(b - a for a, b in zip(before, after, strict=True)))
+    return report(fleet, bare, ended, *(b - a for a, b in zip(before, after, strict=True)))
 
 
 def report(
-    fleet: Fleet, ended: Sequence[Ended], seconds: float, server: float, parent: float
+    fleet: Fleet, bare: tuple[float, float], ended: Sequence[Ended], seconds: float, server: float,
+    parent: float,
 ) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
     n, kills, events, world = len(ended), len(fleet.killed_at), sum(lengths), fleet.world
@@ -193,10 +230,12 @@ def report(
     extra_calls = fleet.calls - CALLS * n
     print(f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: "
           f"{statistics.median(lengths):.0f} events, {statistics.median(sizes):,.0f} bytes")
-    for who, cpu in {"server": server, "Workers": fleet.worker_cpu, "this process": parent}.items():
-        each, known = cpu / events * 1000, PROTOTYPE.get(who, math.nan)
-        print(f"{f'CPU per event, {who}':28}{each:6.2f} ms; early prototype {known:.2f}, "
-              f"ratio {each / known:.2f}".replace("nan", "n/a"))
+    used, known = (server, fleet.worker_cpu), PROTOTYPE.values()
+    for who, cpu, yard, early in zip(PROTOTYPE, used, bare, known, strict=True):
+        each = cpu / events
+        print(f"CPU per event, {who:7}{each * 1000:6.2f} ms; yardstick {yard * 1000:.2f}, ratio "
+              f"{each / yard:.2f}; early prototype, elsewhere, {early:.2f}".replace("nan", "n/a"))
+    print(f"CPU per event, this process {parent / events * 1000:.2f} ms")
     if len(fleet.recoveries) > 1:
         parts = statistics.quantiles(fleet.recoveries, n=20)
         print(f"recovery, n={len(fleet.recoveries)}: p50 {parts[9]:.1f} s, p95 {parts[18]:.1f} s")
@@ -216,12 +255,12 @@ def report(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["work"]:
-        asyncio.run(work(*sys.argv[2:]))
+    if sys.argv[1:2] in (["work"], ["bare"]):
+        asyncio.run((work if sys.argv[1] == "work" else work_bare)(*sys.argv[2:]))
         sys.exit()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--agents", type=int, default=200)
-    parser.add_argument("--in-flight", type=int, default=200)
+    parser.add_argument("--in-flight", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kill-every", type=float, nargs="?", const=1.0, metavar="SECONDS")
     harness.run(partial(run, parser.parse_args()))

@@ -92,7 +92,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest_asyncio.fixture(scope="session")
-async def client(server: Server) -> Client:
+async def client(server: Server, crash_scenarios: object) -> Client:
     return await harness.connect(server.address, plugins=[HarnessPlugin("demo")])
 
 
@@ -105,19 +105,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name == "test_crash.py")  # the kills take longest
 
 
-@pytest_asyncio.fixture(scope="session", autouse=True)
-async def crash_scenarios(request: pytest.FixtureRequest) -> AsyncIterator[object]:
+@pytest_asyncio.fixture(scope="session")
+async def crash_scenarios(request: pytest.FixtureRequest, server: Server) -> AsyncIterator[object]:
     """Plays the kills of test_crash.py in the background of all the other tests."""
     if not any(item.path.name == "test_crash.py" for item in request.session.items):
         yield None
         return
     from crash_scenarios import play_all
 
-    async with harness.dev_server() as server:
-        playing = asyncio.create_task(play_all(server))
-        yield playing
-        playing.cancel()
-        await asyncio.wait([playing])
+    playing = asyncio.create_task(play_all(server))
+    yield playing
+    playing.cancel()
+    await asyncio.wait([playing])
 
 
 status = pytest.ExitCode.OK

@@ -75,7 +75,8 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code", "moment"), [
-    (signal.SIGTERM, 143, "SIGKILL"), (signal.SIGINT, 130, "2. With")])
+    pytest.param(signal.SIGTERM, 143, "2. With", marks=pytest.mark.everywhere),
+    (signal.SIGINT, 130, "SIGKILL")])
 async def test_an_interrupt_cleans_up(
     mark: str, server: Server, signum: signal.Signals, code: int, moment: str
 ) -> None:

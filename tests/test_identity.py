@@ -32,6 +32,7 @@ from refund_agent import (
     build_worker,
 )
 
+pytestmark = pytest.mark.everywhere
 FIRST, LAST = "FirstWorkflowTask", "LastWorkflowTask"
 SOON = timedelta(milliseconds=1)
 

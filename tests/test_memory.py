@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from temporalio import workflow
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
@@ -37,6 +38,7 @@ PERSON = {"name": "Dr. Robert Kim"}
 MADE = create("Person", PERSON, {"fact": "likes tea"})
 TEXT = "Dr. Robert Kim: likes tea"
 POLL, SECOND = timedelta(seconds=0.2), timedelta(seconds=1)
+EAGER = WorkflowMemory(write_retry_policy=RetryPolicy(initial_interval=POLL), first_poll=POLL)
 
 
 @pytest.fixture
@@ -337,7 +339,7 @@ async def test_a_mutation_whose_answer_was_lost_is_made_once(
         xmemory.put("Person", dict(row))
     xmemory.fail_next(fake_xmemory.connection_lost(), method=method, acted=True)
     if method == "write":
-        await run(client, xmemory, lambda memory: memory.write(structured_mutations=[change]))
+        await run(client, xmemory, lambda memory: EAGER.write(structured_mutations=[change]))
     else:
         assert "completed" in await run(client, xmemory, mutations(change))
     rows = list(xmemory.tables["Person"].values())
@@ -373,8 +375,7 @@ async def test_a_text_whose_answer_was_lost_is_not_sent_again(
 async def test_sending_it_again_would_have_forked_the_person(client: Client) -> None:
     forking = FakeXmemory({}, forks=True)
     forking.fail_next(fake_xmemory.connection_lost(), method="write_async", acted=True)
-    retrying = WorkflowMemory(write_retry_policy=memory_activities.RETRIED, first_poll=POLL)
-    await run(client, forking, lambda _: retrying.write_durable(TEXT))
+    await run(client, forking, lambda _: EAGER.write_durable(TEXT))
     assert [row["name"] for row in forking.tables["Person"].values()] == [
         "Dr. Robert Kim", "Robert Kim"]
 

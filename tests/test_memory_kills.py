@@ -1,4 +1,4 @@
-"""What becomes of a durable write when its Worker is killed; played beside the other kills."""
+"""What becomes of a durable write when its Worker is killed; all played at the same time."""
 
 import asyncio
 import shutil
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import memory_worker
+import pytest
+import pytest_asyncio
 from temporalio.client import Client, WorkflowHandle
 
 import harness
@@ -19,6 +21,7 @@ import memory_activities
 from fake_xmemory import FakeXmemory
 from harness import Address, Child, Server
 
+pytestmark = pytest.mark.everywhere
 HERE = Path(__file__).parent
 SECONDS = 60
 A_WHILE = 2 * memory_worker.POLL.total_seconds()  # without any Worker
@@ -58,7 +61,8 @@ class MemoryKills:
     copied_alone: str
 
 
-async def play(server: Server) -> MemoryKills:
+@pytest_asyncio.fixture(scope="module")
+async def ended(server: Server) -> MemoryKills:
     client = await server.client()
     played = await asyncio.gather(
         durable_write(server, client), durable_write(server, client, "inside"),
@@ -110,3 +114,14 @@ async def copied_alone(server: Server, client: Client) -> str:
             "Remember", id=queue, task_queue=queue, result_type=str)
         async with harness.child("the bare Worker", command, {"PYTHONPATH": ""}) as child:
             return await child.until(handle.result, SECONDS, "the end of the write")
+
+
+@pytest.mark.parametrize("kill", ["inside_a_poll", "between_polls"])
+async def test_a_killed_wait_for_a_write_is_only_later(ended: MemoryKills, kill: str) -> None:
+    killed, undisturbed = getattr(ended, kill), ended.undisturbed
+    assert (killed.status, killed.people) == ("completed", 1) == ("completed", undisturbed.people)
+    assert killed.calls["write_async"] == 1 and killed.events == undisturbed.events <= 18
+
+
+async def test_memory_copied_alone_heartbeats_on_a_bare_worker(ended: MemoryKills) -> None:
+    assert ended.copied_alone == "call 1"

@@ -17,6 +17,7 @@ from refund_agent import Answer, Case, Question, RefundAgent, Refused, send_answ
 
 NONSENSE = Answer("nonsense", "x")
 SENDERS = 100
+TOO_LARGE = 2_100_000  # the server takes 2 MiB
 LIMIT = "exceeded workflow execution limit for signal events"  # the server's: 10,000 a run
 
 
@@ -73,6 +74,16 @@ async def test_what_a_worker_could_not_catch_up_with_is_not_sent(desk: Desk) -> 
     async with desk.worker(), background(partial(desk.world.people.converse, case)):
         assert (await case.result()).outcome == "refund succeeded"
     assert (await signals_and_longest(desk, case))[0] == 400 + 2
+
+
+async def test_a_message_that_is_too_large_is_one_line_to_its_sender(desk: Desk) -> None:
+    huge, case = Answer("customer-0-00000000", "x" * TOO_LARGE), await desk.start()
+    with pytest.raises(Refused, match="^this message is longer than 2,000 characters; .*$"):
+        await send_answer(case, huge)
+    with pytest.raises(RPCError, match="^Blob data size exceeds limit.$"):
+        await case.signal("answer", huge)
+    async with desk.worker():
+        assert (await question_of(case)).to == "customer"
 
 
 @pytest.mark.everywhere

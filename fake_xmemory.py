@@ -7,9 +7,9 @@ key, then still ends in one row.
 
 The schema is `{object type: [primary key fields]}`. The stand-in for the extractor reads `name:
 fact` from a text; with `forks` on, its second and later passes drop a title from the name, as a
-model may, and so file the same person under another key. Left out: relations (a scope to a record
-covers the records that carry its key), related types, visibility lag, networking. The clock is
-`time.time()`: a job takes `job_seconds` by it, so a frozen clock is obeyed.
+model may, and so file the same person under another key. Left out: relations, related types,
+visibility lag, networking. The clock is `time.time()`: a job takes `job_seconds` by it, so a frozen
+clock is obeyed.
 
 Source of the rules: xmemory-ai 0.23, its documentation, and recorded answers of the live service.
 """
@@ -299,15 +299,13 @@ class FakeXmemory:
         return True
 
     def _covered(self, scope: Scope | None) -> list[Row]:
-        """The rows that a scope covers: the named records, and those that carry a named key."""
+        """The records that a scope names, and no others."""
         covered: list[Row] = []
         for named in scope["objects"] if scope else ():
-            key = named["key"]
-            if tuple(sorted(key.items())) not in self.tables.get(named["type"], {}):
+            row = self.tables.get(named["type"], {}).get(tuple(sorted(named["key"].items())))
+            if row is None:
                 raise refused(f"no {named['type']} with this key")
-            for name, table in self.tables.items():
-                if name == named["type"] or not key.keys() & set(self.schema[name]):
-                    covered += [row for row in table.values() if key.items() <= row.items()]
+            covered.append(row)
         return covered
 
 

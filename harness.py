@@ -419,17 +419,10 @@ class World:
         self.shop.histories[customer] = SimpleNamespace(
             earlier_refunds=fixture.earlier_refunds
         )
-        self.xmemory.put("Customer", {"customer_id": customer})
-        for number in range(fixture.earlier_refunds):
-            self.xmemory.put(
-                "RefundCase",
-                {
-                    "case_id": f"{customer}-case-{number + 1}",
-                    "customer_id": customer,
-                    "order_id": f"{number + 1:04d}",
-                    "outcome": "refund succeeded",
-                },
-            )
+        cases = [
+            f"order {number + 1:04d}: refund succeeded" for number in range(fixture.earlier_refunds)
+        ]
+        self.xmemory.put("Customer", {"customer_id": customer, "past_cases": "\n".join(cases)})
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["World"]:

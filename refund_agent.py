@@ -51,6 +51,7 @@ REFUND_WINDOW = timedelta(days=30)  # the shop's promise, counted from the purch
 MAX_TURNS = 12  # the policy needs six; a decider that needs twice that is lost
 MAX_REJECTED = 3  # a decider that ignores three refusals will ignore the fourth
 MAX_TEXT = 2_000  # characters of one message; a longer one never enters what is known
+MAX_RECALLED = 10  # past cases of a customer, the latest ones
 MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old ones over first
 
 PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
@@ -381,21 +382,23 @@ async def run_agent(
         decision = await decide_case(request, key, runtime, known)
     except StepFailed as failure:
         decision = ended("needs a human", notice=failure.message)
-    return await to_its_end(carry_out(decision, request, key, runtime, known.new_customer))
+    return await to_its_end(carry_out(decision, request, key, runtime, known))
 
 
 async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Known:
-    """What memory holds about this customer, and about no other: the read is bound to the key."""
+    """What memory holds about this customer, and about no other: the read is bound to the one
+    record, and sees nothing else."""
     mine = xmemory.scope_to("Customer", {"customer_id": request.customer_id})
     try:
-        found = await runtime.recall("RefundCase", mine)
+        found = await runtime.recall("Customer", mine)
         rows = [row for row in found.rows() if row.get("customer_id") == request.customer_id]
     except (StepFailed, ApplicationError) as failure:
         if isinstance(failure, StepFailed) and failure.type == xmemory.BAD_REQUEST.type:
             return replace(known, recalled=(), new_customer=True)  # a scope to no record
         return replace(known, recalled=(), memory_notice=failure.message)
-    cases = (f"order {row.get('order_id')}: {row.get('outcome')}"[:MAX_TEXT] for row in rows)
-    return replace(known, recalled=tuple(cases), memory_notice=found.notice or "")
+    cases = [case for row in rows for case in str(row.get("past_cases") or "").splitlines()]
+    recalled = tuple(case[:MAX_TEXT] for case in cases[-MAX_RECALLED:])
+    return replace(known, recalled=recalled, memory_notice=found.notice or "")
 
 
 async def decide_case(
@@ -467,20 +470,27 @@ async def order_refund(
 
 async def carry_out(
     decision: RefundResult | RefundOrder, request: RefundRequest, key: CaseKey, runtime: Runtime,
-    new_customer: bool,
+    known: Known,
 ) -> RefundResult:
-    """Move the money, if that was decided, and remember the case under a key of its own."""
+    """Move the money, if that was decided, and remember the case: under a key of its own, and as a
+    line in the record of its customer, which is all that the next recall sees."""
     result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
     values = {"customer_id": request.customer_id, "order_id": request.order_id}
     values |= {"outcome": result.outcome}
     if result.refund is not None:
         values |= {"refund_id": result.refund.id, "refunded": str(result.refund.money)}
-    if new_customer:
+    customer = {"customer_id": request.customer_id}
+    if known.new_customer:
         with suppress(StepFailed):  # it is there, or the next write fails as well
-            customer = {"customer_id": request.customer_id}
             await runtime.remember([xmemory.create("Customer", customer, {})])
+    changes = [xmemory.create("RefundCase", {"case_id": key.case_id}, values)]
+    if not known.memory_notice:  # else what was not recalled would be overwritten
+        this = f"order {request.order_id}: {result.outcome}"
+        cases = dict.fromkeys([*(known.recalled or ()), this])
+        past_cases = "\n".join([*cases][-MAX_RECALLED:])
+        changes.append(xmemory.update("Customer", customer, {"past_cases": past_cases}))
     try:
-        await runtime.remember([xmemory.create("RefundCase", {"case_id": key.case_id}, values)])
+        await runtime.remember(changes)
     except StepFailed as failure:
         doubt = f"memory may not have this case: {failure.message}"
         return replace(result, notice=f"{result.notice} {doubt}".strip())

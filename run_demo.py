@@ -91,7 +91,10 @@ class Narrator:
         elif path == "shop.customer_history":
             say("shop", f"earlier refunds of this customer: {found.earlier_refunds}")
         elif path == "xmemory.read" and found.reader_result:
-            say("xmemory", f"past cases of this customer: {len(found.reader_result['rows'])}")
+            fields = [column["name"] for column in found.reader_result["columns"]]
+            known = [dict(zip(fields, row, strict=True)) for row in found.reader_result["rows"]]
+            cases = [line for row in known for line in row.get("past_cases", "").splitlines()]
+            say("xmemory", f"past cases of this customer: {'; '.join(cases) or 'none'}")
         elif path == "xmemory.write_async":
             say("xmemory", "the record of this case is queued")
         elif path.endswith("create_async"):

@@ -279,7 +279,7 @@ async def test_a_read_is_bound_to_its_scope(real: Real, read_mode: str) -> None:
         real.fake.put("Customer", {"customer_id": name})
         real.fake.put("RefundCase", {"case_id": f"case of {name}", "customer_id": name})
     scope = scope_to("Customer", ANN)
-    found = await real.run("read", "refund case", read_mode=read_mode, scope=scope)
+    found = await real.run("read", "customer", read_mode=read_mode, scope=scope)
     assert "ann" in found.reader_result_json and "bert" not in found.reader_result_json
 
 

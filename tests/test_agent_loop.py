@@ -196,7 +196,7 @@ async def test_the_latest_cases_of_a_customer_are_recalled_each_once(desk: Desk)
     past_cases = "\n".join(f"order {number}: denied" for number in range(20))
     desk.world.xmemory.put("Customer", {"customer_id": "ada", "past_cases": past_cases})
     decider, world = Scripted(Step("deny", "no")), desk.world
-    for case in range(3):
+    for _ in range(3):
         world.xmemory.tables["RefundCase"].clear()  # each is another case
         await run_plain(world, request_for("1234"), decider)
     first, *_, last = [known.recalled or () for known in decider.shown]

@@ -339,3 +339,12 @@ def test_the_recipe_shows_it() -> None:
         [sys.executable, str(RECIPE)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "in which 5 of 5 texts" in ran.stdout and "in which 0 of 5 texts" in ran.stdout
+
+
+def test_without_the_library_the_recipe_says_what_to_install() -> None:
+    without = "import sys, runpy; sys.modules['cryptography'] = None; runpy.run_path(sys.argv[1])"
+    ran = subprocess.run(
+        [sys.executable, "-c", without, str(RECIPE)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == ("cryptography is not installed. "
+                          "Install it with: pip install -e '.[encryption]'\n")

@@ -23,13 +23,11 @@ a codec server, an HTTP endpoint around `decode`.
 """
 
 import base64
-import json
 import os
 import re
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from temporalio import converter
@@ -40,15 +38,7 @@ from temporalio.worker import Replayer
 
 import harness
 from harness import Server
-from refund_agent import (
-    INTAKE,
-    Answer,
-    Question,
-    RefundAgent,
-    RefundRequest,
-    build_worker,
-    start_case,
-)
+from refund_agent import Answer, Question, RefundAgent, RefundRequest, build_worker, start_case
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -100,7 +90,7 @@ class EncryptionCodec(converter.PayloadCodec):
         try:
             return Payload.FromString(self._keys[id].decrypt(nonce, text, ENCODING + id))
         except (InvalidTag, ValueError):
-            raise Tampered("a payload is not what was encrypted with its key") from None
+            raise Tampered("a payload was changed, or its key's id has another key here") from None
 
 
 def encrypting(keys: str) -> DataConverter:
@@ -114,12 +104,13 @@ def encrypting(keys: str) -> DataConverter:
 
 ORDER = harness.Fixture("4711", "", "silver teapot", 80_00, 200_00, "ada-lovelace")
 REQUEST = RefundRequest(ORDER.order_id, ORDER.customer_id, "Please refund my teapot.")
-ANSWERS = dict(zip(INTAKE, ("Yes, I opened it.", "The lid is cracked."), strict=True))
-SECRETS = (REQUEST.message, *ANSWERS.values(), ORDER.customer_id, ORDER.item)
+ANSWER = "Yes, and the lid is cracked."
+SECRETS = (REQUEST.message, ANSWER, ORDER.customer_id, ORDER.item)
+BASE64 = re.compile('"((?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?)"')
 
 
 async def reply(question: Question) -> Answer:
-    return Answer(question.id, ANSWERS[question.text])
+    return Answer(question.id, ANSWER)
 
 
 async def play(server: Server, *converters: DataConverter) -> WorkflowHistory:
@@ -140,16 +131,10 @@ async def play(server: Server, *converters: DataConverter) -> WorkflowHistory:
     return await case.fetch_history()
 
 
-def readable(exported: object) -> str:
-    """All that an exported history shows without a key, however often it is base64."""
-    if isinstance(exported, dict | list):
-        parts = exported.values() if isinstance(exported, dict) else exported
-        return "\n".join(map(readable, parts))
-    text = str(exported)
-    with suppress(ValueError):
-        inside = base64.b64decode(text, validate=True).decode("latin-1")
-        text += "\n" + readable(inside) if inside else ""
-    return text
+def readable(exported: str) -> str:
+    """What an exported history shows to whoever has no key; base64 hides nothing."""
+    inside = [base64.b64decode(text).decode("latin-1") for text in BASE64.findall(exported)]
+    return "\n".join([exported, *inside])
 
 
 async def main() -> int:
@@ -164,7 +149,7 @@ async def main() -> int:
     counts = []
     for name, history in (("in clear", shown), ("encrypted", hidden)):
         exported = history.to_json()
-        text = readable(json.loads(exported))
+        text = readable(exported)
         counts.append(sum(secret in text for secret in SECRETS))
         print(f"{name}: {len(exported):,} bytes of Event History, in which {counts[-1]} of "
               f"{len(SECRETS)} texts of the customer can be read")

@@ -191,6 +191,17 @@ async def test_whatever_says_a_text_only_its_names_are_in_clear(server: Server) 
         assert name in exported
 
 
+async def test_the_reason_of_a_terminate_is_in_clear_and_its_details_are_not(
+    server: Server,
+) -> None:
+    client, id = await connected(server, encrypting(OLD)), f"ended-{uuid.uuid4()}"
+    handle = await client.start_workflow(Talks.run, CANARY, id=id, task_queue=id)
+    await handle.terminate(CANARY, reason="as its owner wished")
+    exported = text_of(await handle.fetch_history())
+    assert "as its owner wished" in exported and CANARY not in exported
+    assert f'"{id}"' in (await handle.fetch_history()).to_json()  # the Task Queue
+
+
 async def test_messages_of_failures_need_their_own_converter(server: Server) -> None:
     codec_alone = DataConverter(payload_codec=EncryptionCodec(OLD))
     async with talking(await connected(server, codec_alone)) as handle:
@@ -338,7 +349,7 @@ def test_the_recipe_shows_it() -> None:
     ran = subprocess.run(
         [sys.executable, str(RECIPE)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert "in which 5 of 5 texts" in ran.stdout and "in which 0 of 5 texts" in ran.stdout
+    assert "in which 4 of 4 texts" in ran.stdout and "in which 0 of 4 texts" in ran.stdout
 
 
 def test_without_the_library_the_recipe_says_what_to_install() -> None:

@@ -89,12 +89,14 @@ async def test_the_first_case_meets_an_empty_memory_and_the_second_recalls_it(
 
 
 async def test_an_instance_is_made_once_and_then_found_by_its_name(face: HttpFace) -> None:
-    assert [await found(), await found()] == [("made-1", True), ("made-1", False)]
+    theirs = {"id": "theirs", "cluster_id": "c", "name": "another", "data_schema": {}}
+    face.instances = [theirs]
+    assert [await found(), await found()] == [("made-2", True), ("made-2", False)]
     asked = [(sent.method, sent.path.partition("?")[0]) for sent in face.requests]
     assert asked == [
         ("GET", "/instances"), ("GET", "/clusters"), ("POST", "/clusters/cluster-1/instances"),
-        ("GET", "/instances"), ("GET", "/instances/made-1/schema")]
-    assert face.instances[0]["name"] == NAME and face.instances[0]["data_schema"] == SCHEMA
+        ("GET", "/instances"), ("GET", "/instances/made-2/schema")]
+    assert (face.instances[1]["name"], face.instances[1]["data_schema"]) == (NAME, SCHEMA)
 
 
 async def test_the_instance_of_the_environment_goes_before_the_name(

@@ -251,6 +251,7 @@ async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: S
     assert desk.world.refunds_of(case.id) == 1
 
 
+@pytest.mark.everywhere
 async def test_an_activity_without_the_key_is_tried_again(server: Server) -> None:
     desk = Desk(await connected(server, encrypting(OLD)))
     case, keyless = await desk.start(), await connected(server, encrypting(NEW))
@@ -352,6 +353,7 @@ def test_the_recipe_shows_it() -> None:
     assert "in which 4 of 4 texts" in ran.stdout and "in which 0 of 4 texts" in ran.stdout
 
 
+@pytest.mark.everywhere
 def test_without_the_library_the_recipe_says_what_to_install() -> None:
     without = "import sys, runpy; sys.modules['cryptography'] = None; runpy.run_path(sys.argv[1])"
     ran = subprocess.run(

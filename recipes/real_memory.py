@@ -14,8 +14,9 @@ schema that has to change, a migration (`update_instance_schema`) that is yours 
 
 No live service was asked when this was written, so look at what a second run recalls. By the
 client's README a scoped read covers the records that it names; the agent names the customer, and
-expects the customer's cases, as the stand-in answers. If you see none, let `recall` ask without a
-scope for the cases of this customer, and go on to keep only the rows that carry its id.
+expects the customer's cases, as the stand-in answers. If you see none, `recall` must ask in another
+way. Without a scope, rows of other customers would come into Event History: filter them out in the
+Activity, before it returns.
 """
 
 import logging

@@ -109,7 +109,8 @@ def texts_of(desk: Desk) -> list[str]:
     refunds = [each for each, it in desk.world.stripe.refunds.items() if it["metadata"]]
     assert intent and refunds
     return ["Please refund order", *run_demo.SCRIPT.values(), "the teapot of the customer",
-            "refund succeeded", '"ada"', '"1234"', "customer_id", intent, refunds[-1], "Your refund of"]
+            "refund succeeded", "Your refund of", '"ada"', '"1234"', "customer_id", intent,
+            refunds[-1]]
 
 
 async def test_an_exported_history_shows_no_text_of_the_customer(server: Server) -> None:

@@ -406,6 +406,15 @@ async def test_a_status_that_the_client_cannot_parse_ends_no_wait(real: Real) ->
     assert (await real.memory.wait_for_write(WaitInput(queued, 2 * HOUR))).changes["created"]
 
 
+async def test_a_wait_ends_for_good_when_the_write_failed_or_is_not_known(real: Real) -> None:
+    queued = await real.queue(opened(), opened())
+    failed = await failing(real.memory.wait_for_write(WaitInput(queued, 2 * HOUR)))
+    unknown = await failing(real.memory.wait_for_write(WaitInput("nope", 2 * HOUR)))
+    assert verdict(failed) == ("XmemoryWriteFailed", FINAL)
+    assert verdict(unknown) == ("XmemoryWriteNotFound", FINAL)
+    assert await real.status(queued, "nope") == ["failed", "not_found"] and not await real.rows()
+
+
 # --- Errors --------------------------------------------------------------------------------------
 
 
@@ -487,6 +496,16 @@ async def test_the_clients_own_error_would_tell_it_all(real: Real) -> None:
         real.face.script = [answer]
         with pytest.raises(xmemory.XmemoryAPIError, match=CANARY):
             await real.instance.read("who?")
+
+
+@pytest.mark.parametrize(("hint", "seconds"), [("7", 7), ("-7", 0), (DATE, None), ("", None)])
+async def test_the_client_reads_a_hint_in_seconds_and_no_date(
+        real: Real, hint: str, seconds: int | None) -> None:
+    real.face.script = [said(429, "RATE_LIMITED", hint)]
+    with pytest.raises(xmemory.XmemoryAPIError) as caught:
+        await real.instance.read("who?")
+    seen = caught.value.status, caught.value.code, caught.value.retry_after
+    assert seen == (429, "RATE_LIMITED", seconds)
 
 
 async def test_a_wrong_key_and_an_unknown_instance_are_final(real: Real) -> None:
@@ -585,6 +604,7 @@ async def test_the_plugin_needs_only_the_environment_and_history_tells_nothing_o
     async with worker(temporal, queue):
         history = (await (await remembered(temporal, queue)).fetch_history()).to_json()
     assert "XmemoryServerError" in history
+    assert history.count("EVENT_TYPE_ACTIVITY_TASK_SCHEDULED") == 3  # however often it was polled
     assert not [secret for secret in (KEY, CANARY, real.face.url) if secret in history]
 
 

@@ -12,11 +12,8 @@ A run costs two reads (structured writes use no model) and leaves a case of the 
 instance stays, too: delete it in the console. Not covered: two runs that make it at once; and a
 schema that has to change, a migration (`update_instance_schema`) that is yours to decide.
 
-No live service was asked when this was written, so look at what a second run recalls. By the
-client's README a scoped read covers the records that it names; the agent names the customer, and
-expects the customer's cases, as the stand-in answers. If you see none, `recall` must ask in another
-way. Without a scope, rows of other customers would come into Event History: filter them out in the
-Activity, before it returns.
+No live service was asked when this was written, only the official client over a loopback stand-in:
+a second run should recall what the first one remembered.
 """
 
 import logging
@@ -52,7 +49,8 @@ def record(about: str, key: str, **fields: str) -> dict[str, Any]:
 # No field has a default: it would be filled in again whenever a text mentions the record.
 SCHEMA: dict[str, Any] = {"relations": {}, "objects": {
     "Customer": record(
-        "A customer of the shop", "customer_id", customer_id="The shop's id, word for word"),
+        "A customer of the shop", "customer_id", customer_id="The shop's id, word for word",
+        past_cases="The latest cases, one a line, such as: order 1234: refund succeeded"),
     "RefundCase": record(
         "One request for a refund, and how it ended", "case_id",
         case_id="The Workflow ID, word for word", customer_id="The customer's id in the shop",

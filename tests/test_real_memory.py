@@ -147,8 +147,9 @@ CASE = ("objects", "RefundCase")
     (changed(*CASE, "fields", refunded={"type": "float"}), ["RefundCase.refunded must be a text"]),
     (changed(*CASE, "fields", shop={"type": "str", "required": True}),
      ["RefundCase.shop is required, and the agent does not know it"]),
-    (changed("objects", Customer=None), ["Customer must have the primary key customer_id",
-                                         "Customer.customer_id must be a text"]),
+    (changed("objects", Customer=None), [
+        "Customer must have the primary key customer_id", "Customer.customer_id must be a text",
+        "Customer.past_cases must be a text"]),
 ])
 def test_a_schema_fits_if_it_holds_what_the_agent_writes(
     schema: Mapping[str, Any], wrong: list[str]
@@ -157,7 +158,7 @@ def test_a_schema_fits_if_it_holds_what_the_agent_writes(
 
 
 def test_an_empty_schema_conflicts() -> None:
-    assert len(conflicts({})) == 2 + 7
+    assert len(conflicts({})) == 3 + 7
 
 
 async def test_a_schema_that_conflicts_is_one_line(face: HttpFace) -> None:

@@ -1,27 +1,29 @@
-"""The Worker process to deploy. Started twice it is a fleet: any of them goes on with any case.
+"""The Worker process to deploy. Started twice it is a fleet: each of them goes on with any case.
 
-    python recipes/worker.py                                        around stand-ins, and it says so
-    python recipes/worker.py --build mine:worker --metrics 0.0.0.0:9464         (PYTHONPATH=. or so)
+    python recipes/worker.py                               around stand-ins, and it says so
+    python recipes/worker.py --build mine:worker --metrics 0.0.0.0:9464
 
-Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on), TEMPORAL_TLS_
-and what else the SDK reads, or a profile: TEMPORAL_PROFILE, and TEMPORAL_CONFIG_FILE.
-Logs: one JSON object a line on stderr. Of an error they have classes and places, not the text, which
+`mine.worker` does what `stand_ins` does below; put `mine` where Python finds it (PYTHONPATH=.).
+
+Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and what else
+the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
+Logs: one JSON object a line, on stderr. Of an error they have the classes and the place; its text
 may quote a customer. There is no DEBUG, because the SDK's would log whole payloads.
-Metrics: for Prometheus, at /metrics. Workers on one host need a port each.
-Tracing: with OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) and the other OTEL_ variables, and after
-`pip install -e '.[worker]'`. A case is one trace, whichever Workers it has; what a killed one had
-not exported is lost. The SDK calls this plugin experimental.
-Stopping: SIGTERM drains for up to DRAIN_TIMEOUT, then spans are exported. So the supervisor should
-wait for 30 seconds; `docker stop` waits for 10. Exit codes: 0 stopped; 1 start me again, after a
-pause; 2 change the configuration first.
+Metrics: for Prometheus, at /metrics. Two Workers on one host need a port each; 0 tells nobody.
+Tracing: `pip install -e '.[worker]'`, then OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it
+on; the other OTEL_ variables count, too. A case is one trace, whichever Workers had it. What a
+killed process had not exported is lost. The SDK calls this plugin experimental.
+Stopping: SIGTERM drains for up to DRAIN_TIMEOUT, then spans are exported: let the supervisor wait
+30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me again, after a pause; 2
+change the configuration first.
 """
 
 import argparse
 import asyncio
-import importlib
 import json
 import logging
 import os
+import pkgutil
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,7 +34,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from temporalio import activity, runtime, workflow
-from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 from temporalio.client import Client, Plugin
 from temporalio.envconfig import ClientConfig
 from temporalio.service import RPCError
@@ -73,7 +74,7 @@ class JsonLines(logging.Formatter):
             line["at"] = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
             line["error"] = " from ".join(classes)
             error = error.__context__
-        return json.dumps(line)
+        return json.dumps(line, default=str)
 
 
 def leave(code: int, why: str) -> NoReturn:
@@ -120,8 +121,10 @@ def traced(identity: str) -> Iterator[list[Plugin]]:
     provider = create_tracer_provider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
-    yield [OpenTelemetryPlugin(add_temporal_spans=True)]
-    provider.shutdown()  # exports what is left
+    try:
+        yield [OpenTelemetryPlugin(add_temporal_spans=True)]
+    finally:
+        provider.shutdown()  # exports what is left
 
 
 async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugin]) -> Client:
@@ -134,8 +137,7 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
         async with asyncio.timeout(CONNECT_SECONDS):
             client = await Client.connect(
                 **config, identity=identity, runtime=telemetry, plugins=plugins)
-            await client.workflow_service.describe_namespace(
-                DescribeNamespaceRequest(namespace=client.namespace))
+            await client.count_workflows()  # else a wrong namespace or key shows only later
     except ValueError as error:
         leave(2, f"{where} is no address of a Temporal server, HOST:PORT: {error}")
     except RPCError as error:
@@ -146,14 +148,18 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
     return client
 
 
-async def main(task_queue: str, build: str | None, metrics: str | None) -> None:
-    telemetry, (module, _, name) = observed(metrics), (build or "__main__:stand_ins").partition(":")
+def named(build: str) -> Callable[[Client, str], Worker]:
     try:
-        built: Callable[[Client, str], Worker] = getattr(importlib.import_module(module), name)
+        found: Callable[[Client, str], Worker] = pkgutil.resolve_name(build)
+        return found
     except (ImportError, AttributeError, ValueError) as error:
         leave(2, f"--build takes MODULE:FUNCTION, and there is no {build}: {error}")
-    release = version("durable-refund-agent")
-    identity = f"{log.name}@{socket.gethostname()}:{os.getpid()}:{release}"
+
+
+async def main(task_queue: str, build: str | None, metrics: str | None) -> None:
+    telemetry, built = observed(metrics), stand_ins if build is None else named(build)
+    place = f"{socket.gethostname()}:{os.getpid()}"
+    identity = f"{log.name}@{place}:{version('durable-refund-agent')}"
     with traced(identity) as plugins:
         client = await connect(identity, telemetry, plugins)
         await run_until_stopped(built(client, task_queue))

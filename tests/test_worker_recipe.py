@@ -70,7 +70,7 @@ def profile(folder: Path, address: str | None, rest: str = "tls.disabled = true"
 async def started(env: Mapping[str, str], *arguments: str) -> AsyncIterator[Child]:
     command = [sys.executable, str(ROOT / "recipes" / "worker.py"), *arguments]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_BSP_SCHEDULE_DELAY": "50",
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_BSP_SCHEDULE_DELAY": "300",
              "NO_PROXY": "127.0.0.1", "PYTHONPATH": path, **env}
     async with harness.child("the Worker", command, given) as child:
         yield child
@@ -227,8 +227,8 @@ async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fl
 
 async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> None:
     (failed,) = [line for line in lines(fleet.output) if "activity_type" in line]
-    assert failed["error"] == "DeciderFailed from RemoteError" and failed["workflow_id"] == fleet.case_id
     assert failed["activity_type"] == "agent_decide_next_step"
+    assert failed["error"] == "DeciderFailed from RemoteError"
     assert re.search(r"harness\.py:\d+ __call__$", failed["at"])
 
 
@@ -254,6 +254,12 @@ async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet
     assert len({span.identity for span in trace}) == 2
 
 
+@needs_tracing
+async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None:
+    drained = [span.name for span in fleet.spans.spans() if span.case_id == f"2-{fleet.desk.queue}"]
+    assert "RunActivity:issue_refund" in drained
+
+
 # --- What does not start -------------------------------------------------------------------------
 
 
@@ -271,11 +277,9 @@ async def test_what_cannot_start_says_why_in_one_line_and_ends(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = f"127.0.0.1:{taken.getsockname()[1]}"
-        metrics, build, server = await asyncio.gather(
-            ended({}, "--metrics", port), ended({}, "--build", "nowhere:worker"),
-            ended(profile(tmp_path, nobody)))
+        metrics, server = await asyncio.gather(
+            ended({}, "--metrics", port), ended(profile(tmp_path, nobody)))
     assert metrics[0] == 2 and metrics[1].startswith(f"--metrics {port}: ")
-    assert build[0] == 2 and "there is no nowhere:worker" in build[1]
     assert server[0] == 1 and server[1].startswith(f"no connection to {nobody}; check")
 
 
@@ -311,6 +315,9 @@ async def test_a_configuration_that_cannot_work_is_named(tmp_path: Path) -> None
     assert (await refusal(broken)).startswith("2 the Temporal configuration cannot be used: ")
     assert "/no/cert" in await refusal(no_file)
     assert (await refusal(profile(tmp_path, "no address"))).startswith("2 no address is no ")
+    for build in ("nowhere:worker", "worker_wiring:nothing", ""):
+        with pytest.raises(Left, match=f"^2 --build takes MODULE:FUNCTION, .* no {build}: "):
+            recipe.named(build)
 
 
 @pytest.mark.usefixtures("leaving")

@@ -69,11 +69,11 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, "temporal_workflow", {}) | getattr(record, "temporal_activity", {})
         error, classes = record.exc_info[1] if record.exc_info else None, list[str]()
         while error:  # back to the first one; `from None` only hides that from a traceback
-            classes.append(getattr(error, "type", None) or type(error).__name__)
+            classes.append(f"{getattr(error, 'type', None) or type(error).__name__}")
             frames = traceback.extract_tb(error.__traceback__)
             line["at"] = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
             line["error"] = " from ".join(classes)
-            error = error.__context__
+            error = error.__cause__ or error.__context__
         return json.dumps(line, default=str)
 
 

@@ -260,6 +260,16 @@ async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None
     assert "RunActivity:issue_refund" in drained
 
 
+async def test_without_a_build_it_works_around_stand_ins(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with recipe.stand_ins(desk.client, desk.queue):
+        case = await desk.start()
+        async with background(partial(desk.world.people.converse, case)):
+            assert (await case.result()).outcome == "refund succeeded"
+    assert "STAND-INS" in caplog.text and desk.world.refunds_of(case.id) == 0
+
+
 # --- What does not start -------------------------------------------------------------------------
 
 

@@ -145,10 +145,12 @@ class Fleet:
         return any(span.name == "StartActivity:issue_refund" for span in self.spans.spans())
 
     async def fail_a_task(self) -> None:
-        """A Workflow that cannot even start: the SDK and its core log that, with the reason."""
-        queue = self.desk.queue
+        """A Workflow that cannot even start, because of its input, which the reason quotes. The SDK
+        logs that, and so does its core."""
+        request, queue = RefundRequest("1", "ada", CANARY), self.desk.queue
         broken = await self.desk.client.start_workflow(
-            "RefundAgent", CANARY, id=f"no-{queue}", task_queue=queue)
+            "RefundAgent", {"request": request, "waiting_since": CANARY}, id=f"no-{queue}",
+            task_queue=queue)
         async for event in broken.fetch_history_events(wait_new_event=True):
             if event.HasField("workflow_task_failed_event_attributes"):
                 break

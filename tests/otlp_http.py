@@ -22,6 +22,9 @@ class Collector:
     def spans(self) -> list[Span]:
         return [span for body in self.received for span in parsed(body)]
 
+    def names(self, case_id: str = "") -> list[str]:
+        return [span.name for span in self.spans() if case_id in ("", span.case_id)]
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):  # the exporter has left
             while True:

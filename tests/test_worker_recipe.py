@@ -11,13 +11,13 @@ import sys
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import pytest_asyncio
@@ -29,7 +29,16 @@ import harness
 import refund_agent
 from harness import Child, Policy, Server, background
 from recipes import worker as recipe
-from refund_agent import Answer, Case, Known, Question, RefundRequest, RefundResult, start_case
+from refund_agent import (
+    Answer,
+    Case,
+    Known,
+    Question,
+    RefundAgent,
+    RefundRequest,
+    RefundResult,
+    start_case,
+)
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60
@@ -99,14 +108,14 @@ class Fleet:
 
     desk: Desk
     spans: Collector
-    workers: list[Child]
-    ports: list[int]
+    first: Child  # which has the case when it is killed
+    second: Child  # which has seen nothing of it
     result: RefundResult | None = None
-    killed: str = ""  # the identity of the one that had the refund in hand
+    killed: str = ""  # the identity of the first
     in_history: set[str] = field(default_factory=set)  # identities
     scheduled: Counter[str] = field(default_factory=Counter)  # Activities of the first case
     metrics: str = ""  # of the one that is left
-    exit_code: int | None = None
+    exit_code: object = None
     finished: bool = False  # the refund that was in flight when that was told to stop
     output: str = ""  # of both
 
@@ -114,35 +123,19 @@ class Fleet:
     def case_id(self) -> str:
         return f"1-{self.desk.queue}"
 
-    async def start(self, case_id: str, order_id: str, customer_id: str) -> Case:
-        return await start_case(
-            self.desk.client, RefundRequest(order_id, customer_id, CANARY), case_id=case_id,
-            task_queue=self.desk.queue, task_timeout=harness.TASK_TIMEOUT)
-
-    async def kill_one(self) -> Child:
-        """SIGKILL who has the refund in hand; the one that is left."""
-        first, stripe = self.workers[0], self.desk.world.stripe
-        held = stripe.hold_next_create("before")
-        case = await self.start(self.case_id, "1234", "ada")
-        async with background(partial(self.desk.world.people.converse, case)):
-            await first.until(held.wait, SECONDS, "the refund")
-            if TRACES:
-                await first.until(partial(seen, self.exported), SECONDS, "the export of its spans")
-            (refund,) = (await case.describe()).raw_description.pending_activities
-            self.killed = refund.last_worker_identity
-            killed, left = sorted(self.workers, key=lambda it: f":{it.pid}:" not in self.killed)
-            await killed.kill()
-            stripe.release()
-            self.result = await left.until(case.result, SECONDS, "the result")
+    async def kill(self) -> None:
+        """SIGKILL the one that has the refund in hand; the other one goes on."""
+        case = self.desk.client.get_workflow_handle_for(RefundAgent.run, self.case_id)
+        (refund,) = (await case.describe()).raw_description.pending_activities
+        self.killed = refund.last_worker_identity
+        await self.first.kill()
+        self.desk.world.stripe.release()
+        self.result = await self.second.until(case.result, SECONDS, "the result")
         for event in (await case.fetch_history()).events:
             self.in_history.add(event.workflow_task_started_event_attributes.identity)
             if event.HasField("activity_task_scheduled_event_attributes"):
                 name = event.activity_task_scheduled_event_attributes.activity_type.name
                 self.scheduled[name] += 1
-        return left
-
-    def exported(self) -> bool:
-        return any(span.name == "StartActivity:issue_refund" for span in self.spans.spans())
 
     async def fail_a_task(self) -> None:
         """A Workflow that cannot even start, because of its input, which the reason quotes. The SDK
@@ -156,46 +149,63 @@ class Fleet:
                 break
         await broken.terminate()
 
-    async def stop(self, left: Child) -> None:
-        """SIGTERM while a refund is in flight."""
-        stripe, client = self.desk.world.stripe, self.desk.client
-        held = stripe.hold_next_create("before")
-        case = await self.start(f"2-{self.desk.queue}", "1239", "fumi")
-        async with background(partial(self.desk.world.people.converse, case)):
-            await left.until(held.wait, SECONDS, "another refund")
+    async def stop(self) -> None:
+        """SIGTERM to the other one, while another refund is in flight."""
+        stripe, left = self.desk.world.stripe, self.second
+        async with refunding(self.desk, f"2-{self.desk.queue}", "1239", "fumi", left) as case:
             os.kill(left.pid, signal.SIGTERM)
-            stopping = partial(seen, lambda: "Beginning worker shutdown" in written(left))
-            await left.until(stopping, SECONDS, "its drain")
+            await left.until(says(left, "Beginning worker shutdown"), SECONDS, "its drain")
             stripe.release()
-            self.exit_code = await left.process.wait()  # type: ignore[assignment]
-        self.finished = "issue_refund" in (await harness.what_survived(case, client)).finished
+            self.exit_code = await left.process.wait()
+        found = await harness.what_survived(case, self.desk.client)
+        self.finished = "issue_refund" in found.finished
         await case.terminate()
 
 
-async def play(fleet: Fleet) -> None:
-    left = await fleet.kill_one()
-    await left.until(fleet.fail_a_task, SECONDS, "a task that fails")
-    url = f"http://127.0.0.1:{fleet.ports[fleet.workers.index(left)]}/metrics"
-    fleet.metrics = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
-    await fleet.stop(left)
-    fleet.output = "".join(map(written, fleet.workers))
+def says(child: Child, text: str) -> Callable[[], Coroutine[Any, Any, None]]:
+    return partial(seen, lambda: text in written(child))
+
+
+@asynccontextmanager
+async def refunding(
+    desk: Desk, case_id: str, order_id: str, customer_id: str, child: Child
+) -> AsyncIterator[Case]:
+    """A case that has come to its refund: Stripe is asked, and does not answer."""
+    held = desk.world.stripe.hold_next_create("before")
+    case = await start_case(
+        desk.client, RefundRequest(order_id, customer_id, CANARY), case_id=case_id,
+        task_queue=desk.queue, task_timeout=harness.TASK_TIMEOUT)
+    async with background(partial(desk.world.people.converse, case)):
+        await child.until(held.wait, SECONDS, "the refund")
+        yield case
 
 
 @pytest_asyncio.fixture(scope="module")
 async def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    desk, ports = Desk(await server.client()), [free_port(), free_port()]
+    desk, port = Desk(await server.client()), free_port()
     desk.world.decider, desk.world.people = Stumbling(), harness.People(reply)
-    environment = profile(tmp_path_factory.mktemp("fleet"), server.address)
-    async with desk.world.open() as world, collecting() as spans, AsyncExitStack() as running:
+    async with desk.world.open() as world, collecting() as spans:
         assert world.address is not None
-        environment |= {"WORLD_PORT": str(world.address.port), "WORLD_TOKEN": world.address.token}
-        if TRACES:
-            environment |= {"OTEL_EXPORTER_OTLP_ENDPOINT": spans.url}
+        environment = profile(tmp_path_factory.mktemp("fleet"), server.address) | {
+            "WORLD_PORT": str(world.address.port), "WORLD_TOKEN": world.address.token,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url if TRACES else ""}
         arguments = "--task-queue", desk.queue, "--build", "worker_wiring:worker", "--metrics"
-        started_on = [started(environment, *arguments, f"127.0.0.1:{port}") for port in ports]
-        workers = [await running.enter_async_context(each) for each in started_on]
-        fleet = Fleet(desk, spans, workers, ports)
-        await play(fleet)
+        async with (
+            started(environment, *arguments, f"127.0.0.1:{free_port()}") as first,
+            refunding(desk, f"1-{desk.queue}", "1234", "ada", first),
+            started(environment, *arguments, f"127.0.0.1:{port}") as second,
+        ):
+            await second.until(says(second, "works for namespace"), SECONDS, "its connection")
+            if TRACES:
+                exported = partial(seen, lambda: "StartActivity:issue_refund" in spans.names())
+                await first.until(exported, SECONDS, "the export of its spans")
+            fleet = Fleet(desk, spans, first, second)
+            await fleet.kill()
+            await second.until(fleet.fail_a_task, SECONDS, "a task that fails")
+            url = f"http://127.0.0.1:{port}/metrics"
+            fleet.metrics = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
+            await fleet.stop()
+            fleet.output = written(first) + written(second)
     return fleet
 
 
@@ -211,10 +221,10 @@ async def test_a_worker_that_is_told_to_stop_drains_and_exits_with_zero(fleet: F
 
 
 async def test_history_names_the_workers(fleet: Fleet) -> None:
-    pids = [worker.pid for worker in fleet.workers]
     here, release = socket.gethostname(), version("durable-refund-agent")
-    identities = [f"refund-agent@{here}:{pid}:{release}" for pid in pids]
-    assert fleet.killed in identities and fleet.in_history - {""} <= set(identities)
+    first, second = (f"refund-agent@{here}:{worker.pid}:{release}"
+                     for worker in (fleet.first, fleet.second))
+    assert fleet.killed == first and fleet.in_history == {"", first, second}
 
 
 async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fleet) -> None:
@@ -258,8 +268,7 @@ async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet
 
 @needs_tracing
 async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None:
-    drained = [span.name for span in fleet.spans.spans() if span.case_id == f"2-{fleet.desk.queue}"]
-    assert "RunActivity:issue_refund" in drained
+    assert "RunActivity:issue_refund" in fleet.spans.names(f"2-{fleet.desk.queue}")
 
 
 async def test_without_a_build_it_works_around_stand_ins(

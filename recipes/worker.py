@@ -114,7 +114,7 @@ def traced(identity: str) -> Iterator[list[Plugin]]:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from temporalio.contrib.opentelemetry import OpenTelemetryPlugin, create_tracer_provider
-    except ModuleNotFoundError as missing:
+    except ImportError as missing:
         leave(2, f"tracing needs {missing.name}: pip install -e '.[worker]'")
     names = {"service.name": os.environ.get("OTEL_SERVICE_NAME", log.name)}
     resource = Resource.create({**names, "service.instance.id": identity})

@@ -366,6 +366,7 @@ async def test_a_profile_with_an_api_key_turns_tls_on(tmp_path: Path) -> None:
 # --- Tracing, if it is wanted --------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("leaving")
 async def test_nothing_is_traced_if_no_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)  # any import of it fails

@@ -1,0 +1,179 @@
+"""The Worker process to deploy. Started twice it is a fleet: each of them goes on with any case.
+
+    python recipes/worker.py                               around stand-ins, and it says so
+    python recipes/worker.py --build mine:worker --metrics 0.0.0.0:9464
+
+`mine.worker` does what `stand_ins` does below; put `mine` where Python finds it (PYTHONPATH=.).
+
+Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and what else
+the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
+Logs: one JSON object a line, on stderr. Of an error they have the classes and the place; its text
+may quote a customer. There is no DEBUG, because the SDK's would log whole payloads.
+Metrics: for Prometheus, at /metrics. Two Workers on one host need a port each; 0 tells nobody.
+Tracing: `pip install -e '.[worker]'`, then OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it
+on; the other OTEL_ variables count, too. A case is one trace, whichever Workers had it. What a
+killed process had not exported is lost. The SDK calls this plugin experimental.
+Stopping: SIGTERM drains for up to DRAIN_TIMEOUT, then spans are exported: let the supervisor wait
+30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me again, after a pause; 2
+change the configuration first.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import pkgutil
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from temporalio import activity, runtime, workflow
+from temporalio.client import Client, Plugin
+from temporalio.envconfig import ClientConfig
+from temporalio.service import RPCError
+from temporalio.worker import Worker
+
+from refund_agent import build_worker, run_until_stopped
+
+CONNECT_SECONDS = 10.0  # a server that takes longer is as good as none
+CORE_IDS = ("workflow_id", "run_id")  # of what the SDK's core logs; other fields quote failures
+log = logging.getLogger("refund-agent")
+
+
+def stand_ins(client: Client, task_queue: str) -> Worker:
+    """Yours, for --build, does the same with your Stripe, shop, decider and memory."""
+    import harness
+    import run_demo  # of the demo, so only here
+
+    log.warning("STAND-INS: no money moves and nothing outlives this process; give it --build")
+    world = harness.World(
+        list(run_demo.ORDERS.values()), lambda q: asyncio.sleep(0, run_demo.scripted(q)),
+        lambda call: None)
+    return build_worker(client, task_queue, stripe=world.stripe, shop=world.shop,
+                        decider=world.decider, memory=world.xmemory)
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        message = record.getMessage().partition("\n")[0]  # what follows would be whole objects
+        line = {"time": at, "level": record.levelname, "logger": record.name, "message": message}
+        core = getattr(getattr(record, "temporal_log", None), "fields", {})
+        line |= {name: core[name] for name in CORE_IDS if name in core}
+        line |= getattr(record, "temporal_workflow", {}) | getattr(record, "temporal_activity", {})
+        error, classes = record.exc_info[1] if record.exc_info else None, list[str]()
+        while error:  # back to the first one; `from None` only hides that from a traceback
+            classes.append(f"{getattr(error, 'type', None) or type(error).__name__}")
+            frames = traceback.extract_tb(error.__traceback__)
+            line["at"] = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+            line["error"] = " from ".join(classes)
+            error = error.__cause__ or error.__context__
+        return json.dumps(line, default=str)
+
+
+def leave(code: int, why: str) -> NoReturn:
+    """Python's own way out can crash while the SDK's threads wind down."""
+    log.log(logging.ERROR if code else logging.INFO, why)
+    os._exit(code)
+
+
+def observed(metrics: str | None) -> runtime.Runtime:
+    """The log, also of the SDK's core and of Python's warnings, and the metrics."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)
+    for name in (log.name, "temporalio"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    activity.logger.activity_info_on_message = workflow.logger.workflow_info_on_message = False
+    forwarded = runtime.LogForwardingConfig(
+        logging.getLogger("temporalio.core"), append_target_to_name=False,
+        prepend_target_on_message=False, append_log_fields_to_message=False)
+    try:
+        return runtime.Runtime(telemetry=runtime.TelemetryConfig(
+            logging=runtime.LoggingConfig(runtime.LoggingConfig.default.filter, forwarded),
+            metrics=runtime.PrometheusConfig(metrics) if metrics else None))
+    except ValueError as error:
+        leave(2, f"--metrics {metrics}: {error}; give the IP:PORT of a free port")
+
+
+@contextmanager
+def traced(identity: str) -> Iterator[list[Plugin]]:
+    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        yield []
+        return
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from temporalio.contrib.opentelemetry import OpenTelemetryPlugin, create_tracer_provider
+    except ImportError as missing:
+        leave(2, f"tracing needs {missing.name}: pip install -e '.[worker]'")
+    names = {"service.name": os.environ.get("OTEL_SERVICE_NAME", log.name)}
+    resource = Resource.create({**names, "service.instance.id": identity})
+    provider = create_tracer_provider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    try:
+        yield [OpenTelemetryPlugin(add_temporal_spans=True)]
+    finally:
+        provider.shutdown()  # exports what is left
+
+
+async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugin]) -> Client:
+    try:
+        config = ClientConfig.load_client_connect_config()
+    except (RuntimeError, OSError) as error:  # only its first line: the others may quote a key
+        leave(2, f"the Temporal configuration cannot be used: {str(error).splitlines()[0]}")
+    where = config.setdefault("target_host", "localhost:7233")
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            client = await Client.connect(
+                **config, identity=identity, runtime=telemetry, plugins=plugins)
+            await client.count_workflows()  # else a wrong namespace or key shows only later
+    except ValueError as error:
+        leave(2, f"{where} is no address of a Temporal server, HOST:PORT: {error}")
+    except RPCError as error:
+        leave(1, f"{where} answers {error.status.name}; check the namespace and the API key")
+    except (RuntimeError, TimeoutError) as error:
+        leave(1, f"no connection to {where}; check the address and TLS: {error or 'no answer'}")
+    log.info(f"{identity} works for namespace {client.namespace} at {where}")
+    return client
+
+
+def named(build: str) -> Callable[[Client, str], Worker]:
+    try:
+        found: Callable[[Client, str], Worker] = pkgutil.resolve_name(build)
+        return found
+    except (ImportError, AttributeError, ValueError) as error:
+        leave(2, f"--build takes MODULE:FUNCTION, and there is no {build}: {error}")
+
+
+async def main(task_queue: str, build: str | None, metrics: str | None) -> None:
+    telemetry, built = observed(metrics), stand_ins if build is None else named(build)
+    place = f"{socket.gethostname()}:{os.getpid()}"
+    identity = f"{log.name}@{place}:{version('durable-refund-agent')}"
+    with traced(identity) as plugins:
+        client = await connect(identity, telemetry, plugins)
+        await run_until_stopped(built(client, task_queue))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--build", metavar="MODULE:FUNCTION", help="(Client, task_queue) -> Worker")
+    parser.add_argument("--metrics", metavar="IP:PORT", help="where to serve them; else nowhere")
+    parser.add_argument("--task-queue", default="refunds")
+    options = parser.parse_args()
+    try:
+        asyncio.run(main(**vars(options)))
+    except BaseException:
+        log.critical("the Worker failed", exc_info=True)
+        os._exit(1)
+    leave(0, "drained and stopped")

@@ -111,30 +111,28 @@ async def worker() -> int:
     return 0
 
 
-def shown(refund: stripe.Refund) -> str:
-    money = refund_agent.Money(refund.amount, refund.currency)
-    return f"refund {refund.id} of {money}, of {refund.payment_intent}: {refund.status}"
-
-
 async def main(clean: bool) -> int:
-    client, case_id = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}"
+    client, case_id, once = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}", True
+    refunds: list[stripe.Refund] = []
     try:
         if clean:
             async for refund in clean_up(client):
-                run_demo.say("Stripe", shown(refund))
-            return 0
-        async with harness.temporal_server() as server:
-            intent = await pay(client, case_id)
-            run_demo.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
-            killed = await play(intent, case_id, server)
-        refunds = (await client.v1.refunds.list_async({"payment_intent": intent})).data
+                refunds.append(refund)
+        else:
+            async with harness.temporal_server() as server:
+                intent = await pay(client, case_id)
+                run_demo.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
+                killed = await play(intent, case_id, server)
+            refunds += (await client.v1.refunds.list_async({"payment_intent": intent})).data
+            once = killed and [refund.amount for refund in refunds] == [SOLD.amount]
     except stripe.StripeError as error:
         what = refund_agent.stripe_failure(error).message
         raise harness.HarnessError(f"{what} (request {error.request_id})") from None
-    for refund in refunds:
-        run_demo.say("Stripe", shown(refund))
-    once = killed and [refund.amount for refund in refunds] == [SOLD.amount]
-    run_demo.say("observed" if once else "NOT OBSERVED", "killed before the refund, refunded once")
+    finally:
+        for refund in refunds:
+            money = refund_agent.Money(refund.amount, refund.currency)
+            run_demo.say("Stripe", f"refund {refund.id} of {money}: {refund.status}")
+    run_demo.say("observed" if once else "NOT OBSERVED", "no refund is missing, none is made twice")
     return 0 if once else 1
 
 

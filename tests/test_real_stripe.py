@@ -19,6 +19,7 @@ from temporalio.exceptions import ApplicationError
 from test_issue_refund import Blind
 
 import fake_stripe
+import harness
 import refund_agent
 from fake_stripe import FakeStripe
 from harness import Server
@@ -102,8 +103,7 @@ def invalid(code: str | None = None, param: str | None = None) -> Facts:
 
 
 def replayed(answer: Any) -> bool:
-    headers = answer.headers if isinstance(answer, Exception) else answer.last_response.headers
-    return "Idempotent-Replayed" in headers
+    return "Idempotent-Replayed" in getattr(answer, "last_response", answer).headers
 
 
 MISMATCH = ("IdempotencyError", 400, "idempotency_error", None, None)
@@ -387,7 +387,7 @@ async def test_every_state_has_its_row_by_way_of_the_sdk(
 
 async def test_two_workers_at_once_make_one_refund(real: Real) -> None:
     held = real.fake.hold_next_create("before")
-    first = asyncio.create_task(steps(real).issue_refund(order(real)))
+    first = asyncio.ensure_future(steps(real).issue_refund(order(real)))
     await held.wait()
     assert await failing(real) == ("StripeKeyInUse", True)
     real.fake.release()
@@ -545,46 +545,61 @@ async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     assert retried[0].identity != tries[0].identity
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [
+    signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.everywhere)])
 async def test_what_a_run_that_is_cut_short_leaves_is_found_and_refunded(
     mark: str, real: Real, server: Server, signum: signal.Signals
 ) -> None:
-    real.face.script = [passed(), asyncio.Event()]  # the payment is made, the agent looks at it
+    real.face.script = [passed(), asyncio.Event()]  # it is paid, and the agent looks at it
     async with recipe(mark, real.face, TEMPORAL_ADDRESS=str(server.address)) as process:
         while len(real.face.requests) < 2:
             await asyncio.sleep(0.02)
         process.send_signal(signum)
         code, out, err = await finished(process)
-    assert code == (130 if signum == signal.SIGINT else -signum) and not real.fake.refunds
-    assert "Traceback" not in err
-    async with recipe(mark, real.face, "--clean-up") as process:
+    assert code == (130 if signum == signal.SIGINT else -signum)
+    assert "Traceback" not in err and not real.fake.refunds
+    *_, left = real.fake.payments
+    assert left in out and await cleaned(real) == [(left, 200_00)]
+
+
+async def test_a_live_key_is_one_line_and_no_request(mark: str, real: Real) -> None:
+    async with recipe(mark, real.face, key="sk_live_secret") as process:
         code, out, err = await finished(process)
-    ours = real_stripe.MADE_BY
-    (left,) = [each["id"] for each in real.fake.payments.values()
-               if each["metadata"].get("made_by") == ours]
-    assert (code, err) == (0, "") and left in out
-    refunds = [(each["payment_intent"], each["amount"]) for each in real.fake.refunds.values()]
-    assert refunds == [(left, 200_00)]
-
-
-async def test_a_wrong_key_is_one_line_and_no_request(mark: str, real: Real) -> None:
-    for key in ("sk_live_secret", ""):
-        async with recipe(mark, real.face, key=key) as process:
-            code, out, err = await finished(process)
-        assert (code, out, err.count("\n")) == (1, "", 1)
-        assert "STRIPE_API_KEY" in err and "secret" not in err
-    assert real.face.requests == []
-
-
-async def test_what_stripe_refuses_is_one_line(mark: str, real: Real) -> None:
-    real.face.script = [says(401, b'{"error": {"message": "secret"}}')]
-    async with recipe(mark, real.face, "--clean-up") as process:
-        code, out, err = await finished(process)
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "refused the API key" in err and "secret" not in err
+    assert (code, out, err.count("\n"), real.face.requests) == (1, "", 1, [])
+    assert "STRIPE_API_KEY is not a test-mode key" in err and "secret" not in err
 
 
 async def test_missing_packages_are_one_line(mark: str, real: Real) -> None:
     async with recipe(mark, real.face, python=("-I", "-S")) as process:
         code, out, err = await finished(process)
     assert (code, out, err.count("\n")) == (1, "", 1) and "pip install -e '.[stripe]'" in err
+
+
+@pytest.fixture
+def environment(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRIPE_API_KEY", KEY)
+    monkeypatch.setenv("STRIPE_API_BASE", real.face.url)
+
+
+async def test_a_missing_key_is_refused_before_anything_is_started(
+    real: Real, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STRIPE_API_KEY")
+    for clean in (False, True):
+        with pytest.raises(refund_agent.Refused, match="is not set"):
+            await real_stripe.main(clean)
+    assert real.face.requests == []
+
+
+async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
+    real: Real, environment: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for case_id in ("case-1", "case-2"):
+        await real_stripe.pay(real.client, case_id)
+    refused = says(401, b'{"error": {"message": "secret"}}')
+    real.face.script = [passed(), passed(), refused]
+    with pytest.raises(harness.HarnessError, match="Stripe refused the API key"):
+        await real_stripe.main(clean=True)
+    (refund,) = real.fake.refunds
+    assert f"refund {refund} of 200.00 USD: succeeded" in capsys.readouterr().out
+    assert await real_stripe.main(clean=True) == 0 and len(real.fake.refunds) == 2

@@ -15,6 +15,7 @@ import pytest_asyncio
 import test_demo
 from conftest import Desk
 from stripe_http import Answer, StripeFace, stripe_face
+from temporalio.client import WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
 from test_issue_refund import Blind
 
@@ -382,7 +383,8 @@ async def test_every_state_has_its_row_by_way_of_the_sdk(
     real.client = connected(real.face)
     if state is not None:
         state(real)
-    assert await failing(real, order(real, **changes)) == (type, retried)
+    async with asyncio.timeout(refund_agent.STEP_TIMEOUT.total_seconds()):
+        assert await failing(real, order(real, **changes)) == (type, retried)
 
 
 async def test_two_workers_at_once_make_one_refund(real: Real) -> None:
@@ -445,18 +447,17 @@ async def test_an_answer_that_comes_too_late_is_found_by_the_next_try(
     assert (len(keys(real)), len(real.fake.refunds)) == (1, 1)
 
 
-@pytest.mark.parametrize("acted", [False, True])
-async def test_a_case_loses_an_answer_of_stripe_and_refunds_once(
-    desk: Desk, real: Real, acted: bool
+async def test_a_case_loses_a_request_and_then_an_answer_and_refunds_once(
+    desk: Desk, real: Real
 ) -> None:
     real.face.fake, desk.world.stripe = desk.world.stripe, real.client
-    real.fake.fail_next(fake_stripe.connection_lost(), acted=acted)
-    before = len(real.fake.refunds)
+    for acted in (False, True):
+        real.fake.fail_next(fake_stripe.connection_lost(), acted=acted)
     result = await desk.run()
-    assert (result.outcome, result.refund and result.refund.money) == (
-        "refund succeeded", Money(80_00, "usd"))
-    assert len(real.fake.refunds) == before + 1
-    assert len(keys(real)) == (1 if acted else 2) and len(set(keys(real))) == 1
+    assert result.outcome == "refund succeeded" and result.refund is not None
+    made = real.fake.refunds[result.refund.id]
+    assert (made["amount"], made["id"]) == (80_00, list(real.fake.refunds)[-1])
+    assert len(keys(real)) == 2 and len(set(keys(real))) == 1
 
 
 # --- The recipe ----------------------------------------------------------------------------------
@@ -542,24 +543,8 @@ async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     retried = [each for each in tries if each.attempt > 1]
     assert len(retried) == 1  # the refund, which a Worker that is dead had begun
     assert retried[0].last_failure.HasField("timeout_failure_info")
+    assert f"SIGKILL to process {tries[0].identity.split('@')[0]}:" in out
     assert retried[0].identity != tries[0].identity
-
-
-@pytest.mark.parametrize("signum", [
-    signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.everywhere)])
-async def test_what_a_run_that_is_cut_short_leaves_is_found_and_refunded(
-    mark: str, real: Real, server: Server, signum: signal.Signals
-) -> None:
-    real.face.script = [passed(), asyncio.Event()]  # it is paid, and the agent looks at it
-    async with recipe(mark, real.face, TEMPORAL_ADDRESS=str(server.address)) as process:
-        while len(real.face.requests) < 2:
-            await asyncio.sleep(0.02)
-        process.send_signal(signum)
-        code, out, err = await finished(process)
-    assert code == (130 if signum == signal.SIGINT else -signum)
-    assert "Traceback" not in err and not real.fake.refunds
-    *_, left = real.fake.payments
-    assert left in out and await cleaned(real) == [(left, 200_00)]
 
 
 async def test_a_live_key_is_one_line_and_no_request(mark: str, real: Real) -> None:
@@ -603,3 +588,56 @@ async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
     (refund,) = real.fake.refunds
     assert f"refund {refund} of 200.00 USD: succeeded" in capsys.readouterr().out
     assert await real_stripe.main(clean=True) == 0 and len(real.fake.refunds) == 2
+
+
+async def paid_and_looked_at(real: Real) -> None:
+    """The moment to cut a run short: it waits for the answer to its look-up."""
+    while len(real.face.requests) < 2:
+        await asyncio.sleep(0.02)
+
+
+async def left_behind(real: Real) -> str:
+    """The payment of a run that was cut short, all of it, which is hereby refunded."""
+    *_, paid = real.fake.payments
+    assert not real.fake.refunds and await cleaned(real) == [(paid, 200_00)]
+    return paid
+
+
+async def test_a_run_that_is_cut_short_leaves_a_payment_and_no_process(
+    mark: str, real: Real, environment: None, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(test_demo.MARK, mark)
+    monkeypatch.setenv("TEMPORAL_ADDRESS", str(server.address))
+    real.face.script = [passed(), asyncio.Event()]
+    run = asyncio.create_task(real_stripe.main(clean=False))
+    await paid_and_looked_at(real)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    case_id = real.fake.payments[await left_behind(real)]["metadata"]["case_id"]
+    case = await (await server.client()).get_workflow_handle(case_id).describe()
+    assert case.status == WorkflowExecutionStatus.TERMINATED
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize(("signum", "code"), [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
+    mark: str, real: Real, server: Server, signum: signal.Signals, code: int
+) -> None:
+    real.face.script = [passed(), asyncio.Event()]
+    async with recipe(mark, real.face, TEMPORAL_ADDRESS=str(server.address)) as process:
+        await paid_and_looked_at(real)
+        process.send_signal(signum)
+        ended, out, err = await finished(process)
+    assert ended == code and "Traceback" not in err
+    assert await left_behind(real) in out
+
+
+@pytest.mark.everywhere
+async def test_the_recipe_cleans_up(mark: str, real: Real) -> None:
+    paid = await real_stripe.pay(real.client, "case-1")
+    async with recipe(mark, real.face, "--clean-up") as process:
+        code, out, err = await finished(process)
+    (refund,) = real.fake.refunds.values()
+    assert (code, err, refund["payment_intent"]) == (0, "", paid) and refund["id"] in out

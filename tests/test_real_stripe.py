@@ -15,7 +15,7 @@ import pytest_asyncio
 import test_demo
 from conftest import Desk
 from stripe_http import Answer, StripeFace, stripe_face
-from temporalio.client import WorkflowExecutionStatus
+from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
 from test_issue_refund import Blind
 
@@ -488,10 +488,11 @@ async def test_cleaning_up_refunds_what_is_left_of_our_payments_and_nothing_else
     whole, part, done = [await real_stripe.pay(real.client, f"case-{n}") for n in range(3)]
     await real.refund(8000, payment_intent=part)
     await real.refund(payment_intent=done)
-    others = [real.fake.add_payment(5000, "usd", status=status)
-              for status in ("succeeded", "requires_payment_method")]
-    real.fake.payments[others[0]]["metadata"] = {"made_by": "somebody else"}
-    real.fake.payments[others[1]]["metadata"] = {"made_by": real_stripe.MADE_BY}
+    other = real.fake.payments[real.fake.add_payment(5000, "usd")]
+    other["metadata"] = {"made_by": "somebody else"}
+    declined = real.fake.payments[real.fake.add_payment(5000, "usd", status="canceled")]
+    declined |= {"metadata": {"made_by": real_stripe.MADE_BY},
+                 "latest_charge": list(real.fake.charges)[-1]}
     assert await cleaned(real) == [(part, 12000), (whole, 20000)]
     assert await cleaned(real) == []
 
@@ -499,6 +500,12 @@ async def test_cleaning_up_refunds_what_is_left_of_our_payments_and_nothing_else
 async def test_a_payment_that_is_asked_for_twice_is_made_once(real: Real) -> None:
     first, again = [await real_stripe.pay(real.client, "case-1") for _ in range(2)]
     assert first == again and real.fake.payments[first]["amount"] == 200_00
+
+
+@pytest_asyncio.fixture
+async def temporal(server: Server) -> Client:
+    """A server that is up: the recipe does not wait for one that the environment names."""
+    return await server.client()
 
 
 @asynccontextmanager
@@ -526,7 +533,7 @@ async def finished(process: asyncio.subprocess.Process) -> tuple[int | None, str
 
 
 async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
-    mark: str, real: Real, server: Server, tmp_path: Path
+    mark: str, real: Real, server: Server, temporal: Client, tmp_path: Path
 ) -> None:
     files = {"XDG_CONFIG_HOME": str(tmp_path), "TEMPORAL_ADDRESS": str(server.address)}
     async with recipe(mark, real.face, **files) as process:
@@ -536,7 +543,7 @@ async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     payment = real.fake.payments[refund["payment_intent"]]
     assert (refund["amount"], payment["amount"], len(keys(real))) == (80_00, 200_00, 1)
     assert refund["id"] in out and not list(tmp_path.iterdir())
-    case = (await server.client()).get_workflow_handle(payment["metadata"]["case_id"])
+    case = temporal.get_workflow_handle(payment["metadata"]["case_id"])
     history = [event.activity_task_started_event_attributes
                async for event in case.fetch_history_events()]
     tries = [each for each in history if each.attempt]
@@ -583,16 +590,19 @@ async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
         await real_stripe.pay(real.client, case_id)
     refused = says(401, b'{"error": {"message": "secret"}}')
     real.face.script = [passed(), passed(), refused]
-    with pytest.raises(harness.HarnessError, match="Stripe refused the API key"):
+    with pytest.raises(harness.HarnessError, match="Stripe refused the API key") as caught:
         await real_stripe.main(clean=True)
+    assert "secret" not in str(caught.value)
     (refund,) = real.fake.refunds
     assert f"refund {refund} of 200.00 USD: succeeded" in capsys.readouterr().out
     assert await real_stripe.main(clean=True) == 0 and len(real.fake.refunds) == 2
 
 
-async def paid_and_looked_at(real: Real) -> None:
+async def paid_and_looked_at(real: Real, run: Awaitable[object]) -> None:
     """The moment to cut a run short: it waits for the answer to its look-up."""
+    ended = asyncio.ensure_future(run)
     while len(real.face.requests) < 2:
+        assert not ended.done(), await ended
         await asyncio.sleep(0.02)
 
 
@@ -604,18 +614,19 @@ async def left_behind(real: Real) -> str:
 
 
 async def test_a_run_that_is_cut_short_leaves_a_payment_and_no_process(
-    mark: str, real: Real, environment: None, server: Server, monkeypatch: pytest.MonkeyPatch
+    mark: str, real: Real, environment: None, server: Server, temporal: Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(test_demo.MARK, mark)
     monkeypatch.setenv("TEMPORAL_ADDRESS", str(server.address))
     real.face.script = [passed(), asyncio.Event()]
     run = asyncio.create_task(real_stripe.main(clean=False))
-    await paid_and_looked_at(real)
+    await paid_and_looked_at(real, run)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
     case_id = real.fake.payments[await left_behind(real)]["metadata"]["case_id"]
-    case = await (await server.client()).get_workflow_handle(case_id).describe()
+    case = await temporal.get_workflow_handle(case_id).describe()
     assert case.status == WorkflowExecutionStatus.TERMINATED
 
 
@@ -623,13 +634,14 @@ async def test_a_run_that_is_cut_short_leaves_a_payment_and_no_process(
 @pytest.mark.parametrize(("signum", "code"), [
     (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
-    mark: str, real: Real, server: Server, signum: signal.Signals, code: int
+    mark: str, real: Real, server: Server, temporal: Client, signum: signal.Signals, code: int
 ) -> None:
     real.face.script = [passed(), asyncio.Event()]
     async with recipe(mark, real.face, TEMPORAL_ADDRESS=str(server.address)) as process:
-        await paid_and_looked_at(real)
+        run = asyncio.create_task(finished(process))
+        await paid_and_looked_at(real, run)
         process.send_signal(signum)
-        ended, out, err = await finished(process)
+        ended, out, err = await run
     assert ended == code and "Traceback" not in err
     assert await left_behind(real) in out
 

@@ -88,6 +88,7 @@ def no_temporal_environment() -> Iterator[None]:
 @pytest_asyncio.fixture(scope="session")
 async def server() -> AsyncIterator[Server]:
     async with harness.dev_server() as started:
+        await started.client()  # it answers
         yield started
 
 

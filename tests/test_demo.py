@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ import run_demo
 from harness import Server, Survived
 
 DEMO = Path(run_demo.__file__)
+README = DEMO.with_name("README.md")
 MARK = "REFUND_DEMO_TEST"  # in the environment of a demo, and of all that it starts
 
 
@@ -63,6 +65,13 @@ async def test_the_demo_observes_what_it_claims(mark: str) -> None:
     assert (process.returncode, err) == (0, b"")
     assert b"NOT OBSERVED" not in out and out.count(b"  observed  ") == 8
     assert b"\x1b" not in out and out.isascii()
+    (printed,) = re.findall("```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert masked(printed) in masked(out.decode())
+
+
+def masked(printed: str) -> str:
+    """Without what differs from run to run: process ids, seconds, and how wide they are."""
+    return re.sub(r"[\d.]+", "#", re.sub(" +", " ", printed))
 
 
 async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:

@@ -9,7 +9,8 @@ about twenty short calls, a few cents. Stripe, xmemory, the shop and the people 
 An answer that is no step (no tool called or two, unreadable arguments, a refusal, cut off) becomes
 a step that the guard rails reject: the model sees why, and after three of them a human takes over.
 A call that fails (429, 5xx, no answer) raises, and Temporal tries again; the SDK does not. Another
-4xx is final. Not here: streaming, prompt caching, the delay that a 429 asks for.
+4xx is final. A plain process has no retry: there a 429 ends the case, and nothing can be compared.
+Not here: streaming, prompt caching, the delay that a 429 asks for.
 """
 
 import argparse
@@ -24,16 +25,7 @@ from typing import NamedTuple
 
 import harness
 import run_demo
-from refund_agent import (
-    MAX_TURNS,
-    STEP_TIMEOUT,
-    Known,
-    Money,
-    Order,
-    RefundRequest,
-    Step,
-    Unreadable,
-)
+from refund_agent import STEP_TIMEOUT, Known, Money, Order, RefundRequest, Step, Unreadable
 
 TIMEOUT = STEP_TIMEOUT.total_seconds() - 5  # of one call: it fails before its Activity is cut
 MAX_TOKENS = 4_000  # of one answer: a step takes fifty, a model that thinks first takes more
@@ -90,8 +82,7 @@ def facts(request: RefundRequest, known: Known) -> str:
         "policy": known.policy and asdict(known.policy),
         # The guard rails count in minor units; a model shown both would mix them up.
         "rejected_steps": [re.sub(r"1 to \d+ minor units", f"above 0, and at most {left}", text)
-                           for text in known.rejected],
-        "steps_left": MAX_TURNS - known.turn})
+                           for text in known.rejected]})
 
 
 def minor_units(text: str, currency: str) -> int | None:
@@ -133,7 +124,7 @@ def step_of(answer: Answer, order: Order | None) -> Step:
 
 @contextmanager
 def model_errors() -> Iterator[None]:
-    """An SDK's error as one of two. `from None`: its text and its request hold keys and people."""
+    """An SDK's error as one of two. `from None`: its texts and its request hold keys and people."""
     try:
         yield
     except Exception as error:

@@ -43,7 +43,7 @@ class ModelFace(HttpFace):
     def environment(self) -> dict[str, str]:
         """For a program: its key, and where its SDK finds this server."""
         name, base = self.provider.upper(), self.url + ("/v1" if self.provider == "openai" else "")
-        return {f"{name}_API_KEY": KEY, f"{name}_BASE_URL": base}
+        return {f"{name}_API_KEY": self.api_key, f"{name}_BASE_URL": base}
 
     def shown(self, at: int = -1) -> dict[str, Any]:
         """The document of a request."""

@@ -46,6 +46,7 @@ for library in ("openai", "anthropic"):
         library, reason="the model SDKs are not installed: pip install -e '.[model]'")
 
 PROGRAM = Path(real_model.__file__)
+PATIENCE = 10.0  # seconds, for a test that would otherwise hang
 ORDER = Order("teapot", Money(80_00, "usd"), 200_00, "pi_1", 0.0)
 KNOWN = Known(order=ORDER)
 REQUEST = request_for("1234")
@@ -305,7 +306,8 @@ async def test_a_model_that_hangs_fails_before_its_activity_is_cut(
         url, face.url = face.url, f"http://127.0.0.1:{silent.getsockname()[1]}"
         model, face.url = connected(face), url
         with pytest.raises(ModelFailed, match="no answer: APITimeoutError"):
-            await model.decide(REQUEST, KNOWN)
+            async with asyncio.timeout(PATIENCE):
+                await model.decide(REQUEST, KNOWN)
         await model.aclose()
 
 

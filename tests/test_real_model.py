@@ -46,7 +46,7 @@ for library in ("openai", "anthropic"):
         library, reason="the model SDKs are not installed: pip install -e '.[model]'")
 
 PROGRAM = Path(real_model.__file__)
-PATIENCE = 10.0  # seconds, for a test that would otherwise hang
+PATIENCE, PROGRAM_PATIENCE = 10.0, 90.0  # seconds, for a test that would otherwise hang
 ORDER = Order("teapot", Money(80_00, "usd"), 200_00, "pi_1", 0.0)
 KNOWN = Known(order=ORDER)
 REQUEST = request_for("1234")
@@ -380,7 +380,7 @@ async def program(
 
 
 async def ended(*arguments: str, env: Mapping[str, str]) -> tuple[int | None, str, str]:
-    async with program(*arguments, env=env) as process:
+    async with program(*arguments, env=env) as process, asyncio.timeout(PROGRAM_PATIENCE):
         out, err = await process.communicate()
     assert KEY.encode() not in out + err
     return process.returncode, out.decode(), err.decode()

@@ -260,7 +260,7 @@ async def play(provider: str, name: str, key: str) -> int:
         await run_demo.play_both(server, plain, durable)
     show(first.paid, second.paid)
     if not (plain.crash.killed_at and durable.crash.killed_at):
-        print("\nA case ended without a refund, so there was nothing to kill: nothing is shown.")
+        print("\nA case ended before its refund: nothing was killed, so this compares nothing.")
         return 1
     recorded = durable.survived.finished.count("agent_decide_next_step")
     print(f"\nOf the Workflow's {len(second.paid)} paid answers, {recorded} are in Event History.")

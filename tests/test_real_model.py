@@ -409,12 +409,21 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: Serv
 
 
 @pytest.mark.everywhere
+async def test_a_model_that_refunds_nothing_shows_nothing(server: Server) -> None:
+    async with model_face("openai") as face:
+        face.replies = [Reply([("deny", {"text": "it is a test"})])] * 2
+        env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
+        code, out, _ = await ended("--provider", "openai", env=env)
+    assert code == 1 and "this compares nothing" in out and len(face.billed) == 2
+
+
+@pytest.mark.everywhere
 async def test_a_wrong_key_ends_the_program_with_one_line(server: Server) -> None:
     async with model_face("anthropic") as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
         face.api_key = "another"
         code, _, err = await ended("--provider", "anthropic", env=env)
-    assert (code, err.count("\n"), len(face.requests)) == (1, 1, 1)
+    assert (code, err.count("\n"), len(face.requests)) == (1, 1, 1), err
     assert "401" in err and "Check the API key" in err
 
 

@@ -46,6 +46,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 from anyio.streams.buffered import BufferedByteReceiveStream
 from temporalio import activity
 from temporalio.client import Client
@@ -182,14 +183,21 @@ async def serving(objects: Mapping[str, object], on_call: Observer) -> AsyncIter
 
     A request that has arrived is carried out even if its caller dies meanwhile.
     """
-    token = secrets.token_hex(16)
+    token, failed = secrets.token_hex(16), list[HarnessError]()
 
     async def handle(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             with suppress(anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead):
                 request = await _read_request(stream)
                 if secrets.compare_digest(str(request.get("token")), token):
-                    answer = await _carry_out(request, objects, on_call)
+                    try:
+                        answer = await _carry_out(request, objects, on_call)
+                    except HarnessError as error:
+                        # Stop listening before the caller hears of it: asyncio reports a connection
+                        # that comes in the moment in which its accept is cancelled.
+                        failed.append(error)
+                        tasks.cancel_scope.cancel()
+                        await anyio.lowlevel.checkpoint()
                     await stream.send(json.dumps(answer).encode() + b"\n")
 
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
@@ -197,6 +205,8 @@ async def serving(objects: Mapping[str, object], on_call: Observer) -> AsyncIter
         tasks.start_soon(listener.serve, handle)
         yield Address(listener.extra(anyio.abc.SocketAttribute.local_port), token)
         tasks.cancel_scope.cancel()
+    if failed:
+        raise failed[0]
 
 
 async def _read_request(stream: anyio.abc.SocketStream) -> dict[str, Any]:

@@ -48,6 +48,7 @@ ORDERS = {order.order_id: order for order in (
     Fixture("1239", "in yen", "tea set", 9_899, 24_000, "fumi", currency="jpy"))}
 WITH_REFUND = ("1234", "1235", "1238", "1239")  # the others, and unknown ones, end without
 SCRIPT = dict(zip(refund_agent.INTAKE, ("Yes, I opened it.", "The lid is cracked."), strict=True))
+ELSE = "I opened it, its lid is cracked, and I want all my money back."  # to what a model may ask
 CRASHES = {
     "before-refund": "the agent has chosen the refund, Stripe has not been asked",
     "refund-in-flight": "Stripe has been asked and has not acted",
@@ -127,7 +128,7 @@ class Options:
 
 def scripted(question: Question) -> Answer:
     to_customer = question.to == "customer"
-    text = SCRIPT.get(question.text, "I see.") if to_customer else "Approved."
+    text = SCRIPT.get(question.text, ELSE) if to_customer else "Approved."
     return Answer(question.id, text, approve=not to_customer)
 
 
@@ -308,18 +309,22 @@ async def demo(options: Options) -> int:
     async with harness.temporal_server(ui=options.ui) as server:
         case_id = case_id_on(server, options)
         plain, durable = Plain(options, "agent", case_id), Durable(options, "worker", case_id)
-        job = {"temporal": server.address, "task_queue": f"demo-{uuid.uuid4()}", "worker": "demo"}
-        async with plain.world.open(), durable.world.open():
-            heading("1. Without Temporal: the loop in a plain process")
-            await plain.until_the_kill()
-            # The Worker of the second scenario starts behind the curtain.
-            async with harness.agent("worker", durable.world, job, durable.narrator) as first:
-                await plain.start_over()
-                heading("2. With Temporal: the same loop as a Workflow, run by a Worker process")
-                await durable.play(server, first, job)
+        await play_both(server, plain, durable)
         code = show_counts(plain, durable)
         await close(server, started)
     return code
+
+
+async def play_both(server: Server, plain: Plain, durable: Durable) -> None:
+    job = {"temporal": server.address, "task_queue": f"demo-{uuid.uuid4()}", "worker": "demo"}
+    async with plain.world.open(), durable.world.open():
+        heading("1. Without Temporal: the loop in a plain process")
+        await plain.until_the_kill()
+        # The Worker of the second scenario starts behind the curtain.
+        async with harness.agent("worker", durable.world, job, durable.narrator) as first:
+            await plain.start_over()
+            heading("2. With Temporal: the same loop as a Workflow, run by a Worker process")
+            await durable.play(server, first, job)
 
 
 async def everywhere(options: Options) -> int:

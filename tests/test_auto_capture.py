@@ -258,6 +258,7 @@ async def test_nothing_is_captured_when_no_time_is_left(
     assert not xmemory.calls
 
 
+@pytest.mark.everywhere
 async def test_an_activity_heartbeats_during_a_slow_capture_and_runs_once(desk: Desk) -> None:
     xmemory = Slow(lambda: asyncio.sleep(1.5 * BEAT.total_seconds()))
     async with desk.open(AutoCapture(xmemory, as_text)):

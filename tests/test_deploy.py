@@ -15,6 +15,7 @@ import harness
 from harness import Child, Fixture, People, Server, World, background
 from refund_agent import Answer, Question, RefundRequest, RefundResult, start_case
 
+pytestmark = pytest.mark.everywhere
 SECONDS = 60
 MOST = 200  # cases
 REPLACED = 2  # Workers
@@ -54,7 +55,6 @@ async def slow_reply(question: Question) -> Answer:
     return await reply(question)
 
 
-@pytest.mark.everywhere
 async def test_a_rolling_replacement_loses_and_repeats_nothing(server: Server) -> None:
     desk = Desk(await server.client())
     orders = [Fixture(f"{n}", "approved", "cup", 80_00, 200_00, f"c{n}") for n in range(MOST)]

@@ -87,7 +87,7 @@ async def event(case: WorkflowHandle[Any, Any], wanted: EventType.ValueType) -> 
 async def finished(desk: Desk, case: Case, client: Client) -> str:
     """What a Worker and people with this client make of the case."""
     desk.client = client
-    mine = client.get_workflow_handle_for(RefundAgent.run, case.id)
+    mine: Case = client.get_workflow_handle_for(RefundAgent.run, case.id)
     async with desk.worker(), background(partial(desk.world.people.converse, mine)):
         return str((await mine.result()).outcome)
 
@@ -240,6 +240,7 @@ async def test_a_case_goes_on_when_the_key_is_rotated_and_replays(server: Server
     await replayer.replay_workflow(history)
 
 
+@pytest.mark.everywhere
 async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: Server) -> None:
     desk, case = await opened(server, OLD)
     mine, desk.client = desk.client, await connected(server, encrypting(NEW))

@@ -265,6 +265,7 @@ async def test_a_write_that_never_ends_is_a_timeout_with_the_id_to_ask_again(
     assert failure.cause is None
 
 
+@pytest.mark.everywhere
 async def test_it_is_the_same_timeout_if_no_worker_is_alive_at_the_deadline(
     client: Client, xmemory: FakeXmemory
 ) -> None:

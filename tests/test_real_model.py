@@ -386,8 +386,8 @@ async def ended(*arguments: str, env: Mapping[str, str]) -> tuple[int | None, st
     return process.returncode, out.decode(), err.decode()
 
 
-@pytest.mark.parametrize(
-    "provider", ["openai", pytest.param("anthropic", marks=pytest.mark.everywhere)])
+@pytest.mark.everywhere
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
 async def test_the_program_counts_what_a_crash_costs(provider: str, server: Server) -> None:
     async with model_face(provider) as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}

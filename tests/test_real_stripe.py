@@ -532,6 +532,7 @@ async def finished(process: asyncio.subprocess.Process) -> tuple[int | None, str
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.everywhere
 async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     mark: str, real: Real, server: Server, temporal: Client, tmp_path: Path
 ) -> None:
@@ -613,6 +614,7 @@ async def left_behind(real: Real) -> str:
     return paid
 
 
+@pytest.mark.everywhere
 async def test_a_run_that_is_cut_short_leaves_a_payment_and_no_process(
     mark: str, real: Real, environment: None, server: Server, temporal: Client,
     monkeypatch: pytest.MonkeyPatch,

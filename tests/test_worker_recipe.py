@@ -125,7 +125,7 @@ class Fleet:
 
     async def kill(self) -> None:
         """SIGKILL the one that has the case, with its refund in flight; the other one goes on."""
-        case = self.desk.client.get_workflow_handle_for(RefundAgent.run, self.case_id)
+        case: Case = self.desk.client.get_workflow_handle_for(RefundAgent.run, self.case_id)
         (refund,) = (await case.describe()).raw_description.pending_activities
         self.in_hand = refund.last_worker_identity
         await self.first.kill()
@@ -209,17 +209,20 @@ async def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Fle
     return fleet
 
 
+@pytest.mark.everywhere
 async def test_a_worker_is_killed_and_the_other_one_refunds_once(fleet: Fleet) -> None:
     assert fleet.result is not None and fleet.result.remembered
     assert fleet.result.outcome == "refund succeeded"
     assert fleet.desk.world.refunds_of(fleet.case_id) == 1
 
 
+@pytest.mark.everywhere
 async def test_a_worker_that_is_told_to_stop_drains_and_exits_with_zero(fleet: Fleet) -> None:
     assert fleet.finished and fleet.exit_code == 0
     assert fleet.output.count("drained and stopped") == 1
 
 
+@pytest.mark.everywhere
 async def test_history_names_the_workers(fleet: Fleet) -> None:
     here, release = socket.gethostname(), version("durable-refund-agent")
     first, second = (f"refund-agent@{here}:{worker.pid}:{release}"
@@ -228,6 +231,7 @@ async def test_history_names_the_workers(fleet: Fleet) -> None:
     assert fleet.in_history == {"", first, second}
 
 
+@pytest.mark.everywhere
 async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fleet) -> None:
     logged = lines(fleet.output)
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
@@ -238,6 +242,7 @@ async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fl
     assert len(broken) == 1 and core == broken
 
 
+@pytest.mark.everywhere
 async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> None:
     decisions = "agent_decide_next_step"
     (failed,) = [each for each in lines(fleet.output) if each.get("activity_type") == decisions]
@@ -245,18 +250,21 @@ async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> N
     assert re.search(r"harness\.py:\d+ __call__$", failed["at"])
 
 
+@pytest.mark.everywhere
 async def test_no_customer_text_and_no_key_leaves_the_process(fleet: Fleet) -> None:
     exported = b"".join(fleet.spans.received)
     for secret in (CANARY, KEY, str(fleet.desk.world.address and fleet.desk.world.address.token)):
         assert secret not in fleet.output + fleet.metrics and secret.encode() not in exported
 
 
+@pytest.mark.everywhere
 async def test_metrics_are_served(fleet: Fleet) -> None:
     assert re.search(r'^temporal_\w+{.*activity_type="issue_refund".*} \d+$', fleet.metrics, re.M)
     assert f'task_queue="{fleet.desk.queue}"' in fleet.metrics
 
 
 @needs_tracing
+@pytest.mark.everywhere
 async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet: Fleet) -> None:
     spans = [span for span in fleet.spans.spans() if span.case_id == fleet.case_id]
     trace = [span for span in spans if not span.name.startswith("Handle")]  # Signals and Queries
@@ -268,6 +276,7 @@ async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet
 
 
 @needs_tracing
+@pytest.mark.everywhere
 async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None:
     assert "RunActivity:issue_refund" in fleet.spans.names(f"2-{fleet.desk.queue}")
 

@@ -254,6 +254,7 @@ async def test_a_case_that_nobody_answers_is_abandoned(
 SUGGEST_EARLY = "limit.historyCount.suggestContinueAsNew=30"
 
 
+@pytest.mark.everywhere
 async def test_a_flood_of_messages_continues_as_new_and_loses_nothing() -> None:
     async with harness.dev_server(config=[harness.FAST_TIMERS, SUGGEST_EARLY]) as server:
         desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("demo")]))

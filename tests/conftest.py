@@ -1,6 +1,5 @@
 """One Temporal dev server for the suite; a fresh world and a fresh Task Queue for every test."""
 
-import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -93,31 +92,13 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest_asyncio.fixture(scope="session")
-async def client(server: Server, crash_scenarios: object) -> Client:
+async def client(server: Server) -> Client:
     return await harness.connect(server.address, plugins=[HarnessPlugin("demo")])
 
 
 @pytest.fixture
 def desk(client: Client) -> Desk:
     return Desk(client)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name == "test_crash.py")  # the kills take longest
-
-
-@pytest_asyncio.fixture(scope="session")
-async def crash_scenarios(request: pytest.FixtureRequest, server: Server) -> AsyncIterator[object]:
-    """Plays the kills of test_crash.py in the background of all the other tests."""
-    if not any(item.path.name == "test_crash.py" for item in request.session.items):
-        yield None
-        return
-    from crash_scenarios import play_all
-
-    playing = asyncio.create_task(play_all(server))
-    yield playing
-    playing.cancel()
-    await asyncio.wait([playing])
 
 
 status = pytest.ExitCode.OK

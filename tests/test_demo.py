@@ -130,6 +130,7 @@ def test_bad_arguments_are_refused(
     assert left.value.code == 2 and "error:" in capsys.readouterr().err
 
 
+@pytest.mark.everywhere
 async def test_a_person_answers_and_then_leaves(mark: str, server: Server) -> None:
     async with demo(mark, "--ask", env={"TEMPORAL_ADDRESS": str(server.address)}) as process:
         out, err = await process.communicate(b"\nyes\n")

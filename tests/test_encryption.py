@@ -232,6 +232,7 @@ async def opened(server: Server, keys: str) -> tuple[Desk, Case]:
     return desk, case
 
 
+@pytest.mark.everywhere
 async def test_a_case_goes_on_when_the_key_is_rotated_and_replays(server: Server) -> None:
     history = await play(server, encrypting(OLD), encrypting(ROTATED))
     exported = text_of(history)

@@ -256,6 +256,7 @@ async def test_a_write_that_xmemory_does_not_know_is_final(
     assert xmemory.counts()["write_status"] == 1
 
 
+@pytest.mark.everywhere
 async def test_a_write_that_never_ends_is_a_timeout_with_the_id_to_ask_again(
     client: Client, xmemory: FakeXmemory
 ) -> None:
@@ -280,6 +281,7 @@ async def test_it_is_the_same_timeout_if_no_worker_is_alive_at_the_deadline(
     assert (failure.type, failure.details[0]) == ("XmemoryWriteTimeout", {"write_id": "w00001"})
 
 
+@pytest.mark.everywhere
 async def test_a_write_that_ends_at_the_deadline_is_not_lost(
     client: Client, xmemory: FakeXmemory
 ) -> None:
@@ -325,7 +327,8 @@ async def test_a_report_that_is_too_large_is_left_out(client: Client) -> None:
 # --- Lost answers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["write", "write_async"])
+@pytest.mark.parametrize(
+    "method", ["write", pytest.param("write_async", marks=pytest.mark.everywhere)])
 @pytest.mark.parametrize(("before", "change", "after"), [
     ([], MADE, [{"fact": "likes tea", **PERSON}]),
     ([{"fact": "-", **PERSON}], update("Person", PERSON, {"fact": "likes tea"}),

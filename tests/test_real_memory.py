@@ -75,6 +75,7 @@ async def test_the_program_makes_the_instance_and_run_again_finds_it(face: HttpF
     assert (code, errors) == (0, "") and fit(first, second)
 
 
+@pytest.mark.everywhere
 async def test_the_first_case_meets_an_empty_memory_and_the_second_recalls_it(
     face: HttpFace, server: Server, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

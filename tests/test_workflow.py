@@ -200,6 +200,7 @@ async def test_cancel_while_the_refund_is_in_flight_waits_for_its_outcome(desk: 
     assert harness.tally(desk.world, case.id).refunds == 1
 
 
+@pytest.mark.everywhere
 async def test_a_cancel_before_the_approval_wins(desk: Desk) -> None:
     reviewer = SlowReviewer(desk)
     async with desk.open("1235") as case:
@@ -212,6 +213,7 @@ async def test_a_cancel_before_the_approval_wins(desk: Desk) -> None:
     assert not desk.world.stripe.counts()["refunds.create"]
 
 
+@pytest.mark.everywhere
 async def test_a_payment_that_changed_during_the_review_needs_a_human(desk: Desk) -> None:
     async def refunded_elsewhere(question: Question) -> Answer:
         if question.to == "reviewer":
@@ -225,6 +227,7 @@ async def test_a_payment_that_changed_during_the_review_needs_a_human(desk: Desk
     assert len(desk.world.stripe.refunds) == 2  # that one, and another order's from the start
 
 
+@pytest.mark.everywhere
 async def test_a_failing_stripe_is_retried_until_it_answers(desk: Desk) -> None:
     desk.world.stripe.fail_next(fake_stripe.rate_limited())
     desk.world.stripe.fail_next(fake_stripe.connection_lost(), acted=True)
@@ -233,6 +236,7 @@ async def test_a_failing_stripe_is_retried_until_it_answers(desk: Desk) -> None:
     assert len(keys) == 1 and desk.world.stripe.counts()["refunds.create"] == 2
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(("order_id", "who"), [("1234", "customer"), ("1235", "reviewer")])
 async def test_a_case_that_nobody_answers_is_abandoned(
     server: Server, monkeypatch: pytest.MonkeyPatch, order_id: str, who: str
@@ -275,6 +279,7 @@ async def test_a_flood_of_messages_continues_as_new_and_loses_nothing() -> None:
         assert key.startswith(f"refund:{case.first_execution_run_id}:")
 
 
+@pytest.mark.everywhere
 async def test_a_cancel_is_not_lost_when_the_case_continues_as_new() -> None:
     async with harness.dev_server(config=[harness.FAST_TIMERS, SUGGEST_EARLY]) as server:
         desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("demo")]))
@@ -300,6 +305,7 @@ async def reset(server: Server, desk: Desk, case: Case) -> Case:
     return desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
 
 
+@pytest.mark.everywhere
 async def test_a_reset_asks_nothing_again_and_refunds_once(server: Server, desk: Desk) -> None:
     async with desk.open() as case:
         result = await case.result()

@@ -33,7 +33,11 @@ class Played:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def played(server: Server) -> Played:
+async def played(sample_of_kills: asyncio.Task[Played]) -> Played:
+    return await sample_of_kills
+
+
+async def play_sample(server: Server) -> Played:
     rows: list[Ran] = []
     async with crash_everywhere.workers() as start_worker:
         setting = Setting(request_for("1235"), list(run_demo.ORDERS.values()), reply, server,

@@ -1,6 +1,5 @@
 """One Temporal dev server for the suite; a fresh world and a fresh Task Queue for every test."""
 
-import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -93,33 +92,13 @@ async def server() -> AsyncIterator[Server]:
 
 
 @pytest_asyncio.fixture(scope="session")
-async def sample_of_kills(
-    request: pytest.FixtureRequest, server: Server
-) -> AsyncIterator[object]:
-    """Those of test_everywhere.py, played beside all the other tests: most of it is waiting."""
-    if not any(item.path.name == "test_everywhere.py" for item in request.session.items):
-        yield None
-        return
-    from test_everywhere import play_sample
-
-    playing = asyncio.create_task(play_sample(server))
-    yield playing
-    playing.cancel()
-    await asyncio.wait([playing])
-
-
-@pytest_asyncio.fixture(scope="session")
-async def client(server: Server, sample_of_kills: object) -> Client:
+async def client(server: Server) -> Client:
     return await harness.connect(server.address, plugins=[HarnessPlugin("demo")])
 
 
 @pytest.fixture
 def desk(client: Client) -> Desk:
     return Desk(client)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name == "test_everywhere.py")  # when it has been played
 
 
 status = pytest.ExitCode.OK

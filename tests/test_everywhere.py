@@ -33,11 +33,7 @@ class Played:
 
 
 @pytest_asyncio.fixture(scope="module")
-async def played(sample_of_kills: asyncio.Task[Played]) -> Played:
-    return await sample_of_kills
-
-
-async def play_sample(server: Server) -> Played:
+async def played(server: Server) -> Played:
     rows: list[Ran] = []
     async with crash_everywhere.workers() as start_worker:
         setting = Setting(request_for("1235"), list(run_demo.ORDERS.values()), reply, server,

@@ -217,6 +217,7 @@ async def test_a_write_that_fails_costs_only_the_capture_and_is_not_repeated(
     assert (xmemory.calls, desk.work.runs) == (["write_async"], 1)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(("start_to_close", "capture_timeout"), [
     (LONG, BRIEFLY), (MARGIN + BEAT, CAPTURE_TIMEOUT)])
 async def test_a_capture_that_does_not_end_is_left_behind_in_time(

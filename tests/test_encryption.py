@@ -121,6 +121,7 @@ async def test_an_exported_history_shows_no_text_of_the_customer(server: Server)
     assert await (await case.describe()).memo_value("customer_id") == "ada"
 
 
+@pytest.mark.everywhere
 async def test_without_the_codec_it_shows_all_of_them(server: Server) -> None:
     desk, case = await case_of(server, DataConverter.default)
     exported = text_of(await case.fetch_history())
@@ -203,6 +204,7 @@ async def test_the_reason_of_a_terminate_is_in_clear_and_its_details_are_not(
     assert f'"{id}"' in (await handle.fetch_history()).to_json()  # the Task Queue
 
 
+@pytest.mark.everywhere
 async def test_messages_of_failures_need_their_own_converter(server: Server) -> None:
     codec_alone = DataConverter(payload_codec=EncryptionCodec(OLD))
     async with talking(await connected(server, codec_alone)) as handle:

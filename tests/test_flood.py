@@ -62,6 +62,7 @@ async def signals_and_longest(desk: Desk, case: Case) -> tuple[int, int]:
     return signals, max(len(run) for run in runs)
 
 
+@pytest.mark.everywhere
 async def test_what_a_worker_could_not_catch_up_with_is_not_sent(desk: Desk) -> None:
     """While it is dead, nobody reads: the client stops before there is too much for one task."""
     case = await desk.start()

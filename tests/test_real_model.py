@@ -326,6 +326,7 @@ async def test_a_model_decides_a_case(face: ModelFace, model: Model, desk: Desk)
     assert [it.turn for it in model.paid] == list(range(6)) and lost(model.paid) == []
 
 
+@pytest.mark.everywhere
 async def test_a_model_reads_why_its_step_was_rejected(
     face: ModelFace, model: Model, desk: Desk
 ) -> None:
@@ -336,6 +337,7 @@ async def test_a_model_reads_why_its_step_was_rejected(
     assert second.startswith("issue_refund: there is no such step")
 
 
+@pytest.mark.everywhere
 async def test_a_model_that_keeps_refusing_ends_with_a_human(
     face: ModelFace, model: Model, desk: Desk
 ) -> None:
@@ -344,6 +346,7 @@ async def test_a_model_that_keeps_refusing_ends_with_a_human(
     assert len(face.requests) == 3 and desk.world.stripe.counts()["refunds.create"] == 0
 
 
+@pytest.mark.everywhere
 async def test_a_wrong_key_ends_with_a_human_at_once(
     face: ModelFace, model: Model, desk: Desk
 ) -> None:

@@ -47,7 +47,8 @@ async def test_whoever_forgets_the_patch_is_told(monkeypatch: pytest.MonkeyPatch
     assert broken.startswith(OLD)
 
 
-@pytest.mark.parametrize("suspicious", [False, True])
+@pytest.mark.parametrize(
+    "suspicious", [pytest.param(False, marks=pytest.mark.everywhere), True])
 async def test_a_new_case_is_screened_once_and_replays(
     server: Server, tmp_path: Path, suspicious: bool
 ) -> None:

@@ -27,6 +27,7 @@ KEY_RETENTION_SECONDS = 24 * 60 * 60  # Stripe may prune a key after this; a pru
 MAX_KEY_LENGTH = 255
 DEFAULT_PAGE, MAX_PAGE = 10, 100  # objects in one answer of a list call
 REFUND_PARAMS = {"payment_intent", "charge", "amount", "reason", "metadata", "expand"}
+LIST_PARAMS = {"payment_intent", "charge", "limit", "starting_after"}
 REASONS = {"duplicate", "fraudulent", "requested_by_customer"}
 DEAD = {"failed", "canceled"}  # refunds that do not count against what is left of the charge
 IN_FRONT = {None, 401, 403, 409, 429}  # answered before the idempotency layer: nothing is stored
@@ -367,6 +368,7 @@ class _Refunds:
         limit = min(int(wanted.pop("limit", DEFAULT_PAGE)), MAX_PAGE)
         after = wanted.pop("starting_after", None)
         with _get(self._stripe, "refunds.list") as headers:
+            _only(LIST_PARAMS, wanted)
             newest_first = list(reversed(self._stripe.refunds.values()))
             found = [r for r in newest_first if all(r[name] == wanted[name] for name in wanted)]
             ids = [r["id"] for r in found]
@@ -379,9 +381,7 @@ class _Refunds:
     def _charge(self, params: Params) -> Record | None:
         """The charge to refund, None if the payment has no successful one; or a refusal."""
         stripe, intent, charge = self._stripe, params.get("payment_intent"), params.get("charge")
-        for name in params.keys() - REFUND_PARAMS:
-            raise InvalidRequestError(f"Unknown parameter: {name}", code="parameter_unknown",
-                                      param=name)
+        _only(REFUND_PARAMS, params)
         if intent is None and charge is None:
             raise InvalidRequestError("Give a payment_intent or a charge.")
         if intent is not None:
@@ -428,6 +428,12 @@ def _checked(params: Params) -> tuple[int | None, str | None]:
     if reason is not None and reason not in REASONS:
         raise InvalidRequestError(f"Use one of {', '.join(sorted(REASONS))}", param="reason")
     return amount, reason
+
+
+def _only(known: set[str], params: Params) -> None:
+    for name in params.keys() - known:
+        raise InvalidRequestError(f"Unknown parameter: {name}", code="parameter_unknown",
+                                  param=name)
 
 
 def _missing(what: str, param: str) -> NoReturn:

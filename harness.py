@@ -928,7 +928,7 @@ async def dev_server(
         async with _downloaded_server(ui_port if ui else None, settings) as server:
             yield server
         return
-    command = [sys.executable, "-S", "-c", KEEPER, binary, "server", "start-dev"]
+    command = [sys.executable, "-I", "-S", "-c", KEEPER, binary, "server", "start-dev"]
     command += ["--ip", "127.0.0.1", "--port", str(port), "--log-level", "error"]
     command += ["--ui-port", str(ui_port)] if ui else ["--headless"]
     command += settings

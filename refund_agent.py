@@ -322,7 +322,8 @@ def refusal(step: Step, known: Known) -> str:
         return "look up the order first"
     if step.action in ("approve", "escalate") and known.order is not None:
         if not 0 < step.amount <= known.order.refundable:
-            return f"the amount must be 1 to {known.order.refundable} minor units"
+            most = Money(known.order.refundable, known.order.price.currency)
+            return f"the amount must be above 0, and at most {most}"
     return ""
 
 

@@ -80,9 +80,7 @@ def facts(request: RefundRequest, known: Known) -> str:
         "order": order and {"item": order.item, "price": str(order.price), "refundable": left},
         "earlier_refunds": history and history.earlier_refunds,
         "policy": known.policy and asdict(known.policy),
-        # The guard rails count in minor units; a model shown both would mix them up.
-        "rejected_steps": [re.sub(r"1 to \d+ minor units", f"above 0, and at most {left}", text)
-                           for text in known.rejected]})
+        "rejected_steps": known.rejected})
 
 
 def minor_units(text: str, currency: str) -> int | None:

@@ -246,6 +246,11 @@ async def test_metadata_finds_a_refund_whose_answer_was_a_500(stripe: FakeStripe
     assert (found.amount, found.reason, found.metadata.case_id) == (1500, "duplicate", "c1")
 
 
+async def test_a_list_takes_no_unknown_filter(stripe: FakeStripe) -> None:
+    unknown = await refusal(stripe.v1.refunds.list_async({"colour": "red"}))
+    assert (unknown.code, unknown.param) == ("parameter_unknown", "colour")
+
+
 @pytest.mark.parametrize(("where", "refunds"), [("before", 0), ("after", 1)])
 async def test_a_create_can_be_held_before_or_after_it_acts(
         stripe: FakeStripe, where: str, refunds: int) -> None:

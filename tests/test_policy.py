@@ -68,10 +68,10 @@ def test_the_policy_decides(facts: Known, expected: Step) -> None:
     (Step("lookup_customer_history"), known(order(), 1), "already known"),
     (Step("check_refund_policy"), known(), "look up the order first"),
     (Step("approve", amount=1), known(), "look up the order first"),
-    (Step("approve", amount=0), known(order()), "must be 1 to 8000"),
-    (Step("approve", amount=-5), known(order()), "must be 1 to 8000"),
-    (Step("approve", amount=80_01), known(order()), "must be 1 to 8000"),
-    (Step("escalate", amount=30_01), known(order(left=30_00)), "must be 1 to 3000"),
+    (Step("approve", amount=0), known(order()), "and at most 80.00 USD"),
+    (Step("approve", amount=-5), known(order()), "and at most 80.00 USD"),
+    (Step("approve", amount=80_01), known(order()), "and at most 80.00 USD"),
+    (Step("escalate", amount=30_01), known(order(left=30_00)), "and at most 30.00 USD"),
 ])
 def test_the_guard_rails_refuse(step: Step, facts: Known, why: str) -> None:
     assert why in refusal(step, facts)

@@ -1,15 +1,12 @@
 """A scripted model that answers over HTTP as OpenAI (Responses) and Anthropic (Messages) do."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xmemory_http import Answer, HttpFace, Request
+from http_face import Answer, HttpFace, Request
 
-from fake_xmemory import FakeXmemory
 from refund_agent import INTAKE
 
 KEY = "key-canary"
@@ -34,8 +31,8 @@ class ModelFace(HttpFace):
     """Answers with `replies`, then by itself: as the policy would, from what it is shown alone."""
 
     def __init__(self, provider: str) -> None:
-        super().__init__(FakeXmemory({}), "", KEY)
-        self.provider = provider
+        super().__init__()
+        self.provider, self.api_key = provider, KEY
         self.replies: list[Reply] = []
         self.billed: list[Billed] = []
 
@@ -51,7 +48,7 @@ class ModelFace(HttpFace):
         assert isinstance(facts, dict)
         return facts
 
-    async def _answer(self, request: Request) -> Answer:
+    async def answer(self, request: Request) -> Answer:
         keys = (request.headers.get("authorization"), request.headers.get("x-api-key"))
         if f"Bearer {self.api_key}" not in keys and self.api_key not in keys:
             return failure(401)
@@ -112,14 +109,3 @@ def as_anthropic(reply: Reply) -> dict[str, Any]:
     usual = "tool_use" if reply.calls else "end_turn"
     return {"type": "message", "role": "assistant", "content": content,
             "stop_reason": ended.get(reply.ended, usual)}
-
-
-@asynccontextmanager
-async def model_face(provider: str) -> AsyncIterator[ModelFace]:
-    face = ModelFace(provider)
-    async with await asyncio.start_server(face.accept, "127.0.0.1", 0) as server:
-        face.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield face
-        finally:
-            await face.close()

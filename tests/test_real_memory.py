@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from xmemory_http import HttpFace, http_face
+from http_face import serving
+from xmemory_http import XmemoryFace
 
 import harness
 from fake_xmemory import FakeXmemory
@@ -28,11 +29,11 @@ KEY = "key-canary"
 
 
 @pytest_asyncio.fixture
-async def face(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HttpFace]:
+async def face(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[XmemoryFace]:
     """An account without an instance; the environment names it."""
     for name in ("XMEM_INSTANCE_ID", "XMEM_CLUSTER_ID", "XMEM_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    async with http_face(FakeXmemory({}), "none", KEY) as opened:
+    async with serving(XmemoryFace(FakeXmemory({}), "none", KEY)) as opened:
         monkeypatch.setenv("XMEM_API_KEY", KEY)
         monkeypatch.setenv("XMEM_API_URL", opened.url)
         yield opened
@@ -68,7 +69,7 @@ def fit(first: str, second: str) -> bool:
 
 
 @pytest.mark.everywhere
-async def test_the_program_makes_the_instance_and_run_again_finds_it(face: HttpFace) -> None:
+async def test_the_program_makes_the_instance_and_run_again_finds_it(face: XmemoryFace) -> None:
     code, first, errors = await run()
     assert (code, errors) == (0, "")
     code, second, errors = await run(XMEM_INSTANCE_ID="made-1")
@@ -77,7 +78,7 @@ async def test_the_program_makes_the_instance_and_run_again_finds_it(face: HttpF
 
 @pytest.mark.everywhere
 async def test_the_first_case_meets_an_empty_memory_and_the_second_recalls_it(
-    face: HttpFace, server: Server, monkeypatch: pytest.MonkeyPatch,
+    face: XmemoryFace, server: Server, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(harness, "dev_server", lambda: nullcontext(server))  # one is enough
@@ -89,7 +90,7 @@ async def test_the_first_case_meets_an_empty_memory_and_the_second_recalls_it(
     assert {*rows[0]} == {*SCHEMA["objects"]["RefundCase"]["fields"]}
 
 
-async def test_an_instance_is_made_once_and_then_found_by_its_name(face: HttpFace) -> None:
+async def test_an_instance_is_made_once_and_then_found_by_its_name(face: XmemoryFace) -> None:
     theirs = {"id": "theirs", "cluster_id": "c", "name": "another", "data_schema": {}}
     face.instances = [theirs]
     assert [await found(), await found()] == [("made-2", True), ("made-2", False)]
@@ -101,7 +102,7 @@ async def test_an_instance_is_made_once_and_then_found_by_its_name(face: HttpFac
 
 
 async def test_the_instance_of_the_environment_goes_before_the_name(
-    face: HttpFace, monkeypatch: pytest.MonkeyPatch
+    face: XmemoryFace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     face.instances = [{"id": id, "cluster_id": "c", "name": NAME, "data_schema": SCHEMA}
                       for id in ("one", "other")]
@@ -113,7 +114,7 @@ async def test_the_instance_of_the_environment_goes_before_the_name(
 
 @pytest.mark.parametrize("clusters", [0, 2])
 async def test_which_cluster_is_never_guessed(
-    face: HttpFace, monkeypatch: pytest.MonkeyPatch, clusters: int
+    face: XmemoryFace, monkeypatch: pytest.MonkeyPatch, clusters: int
 ) -> None:
     face.clusters = [{"id": f"c{n}", "org_id": "o", "name": "n"} for n in range(clusters)]
     with pytest.raises(HarnessError, match=f"sees {clusters} clusters; set XMEM_CLUSTER_ID"):
@@ -162,7 +163,7 @@ def test_an_empty_schema_conflicts() -> None:
     assert len(conflicts({})) == 3 + 7
 
 
-async def test_a_schema_that_conflicts_is_one_line(face: HttpFace) -> None:
+async def test_a_schema_that_conflicts_is_one_line(face: XmemoryFace) -> None:
     face.instances = [{"id": "i", "cluster_id": "c", "name": NAME,
                        "data_schema": changed(*CASE, primary_key=[])}]
     assert await refused() == (
@@ -177,7 +178,7 @@ async def test_a_schema_that_conflicts_is_one_line(face: HttpFace) -> None:
     ("XMEM_INSTANCE_ID", "other", "xmemory has no such instance; check XMEM_API_KEY"),
 ])
 async def test_what_is_wrong_with_the_environment_is_one_line(
-    face: HttpFace, monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str
+    face: XmemoryFace, monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str
 ) -> None:
     monkeypatch.setenv(name, value)
     said = await refused()
@@ -185,7 +186,7 @@ async def test_what_is_wrong_with_the_environment_is_one_line(
 
 
 @pytest.mark.everywhere
-async def test_without_a_key_the_program_says_so_and_ends(face: HttpFace) -> None:
+async def test_without_a_key_the_program_says_so_and_ends(face: XmemoryFace) -> None:
     code, output, errors = await run(XMEM_API_KEY=" ")
     assert (code, output) == (1, "") and not face.requests
     assert errors == "XMEM_API_KEY must hold the key of your xmemory account\n"

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from conftest import Desk, request_for
-from model_http import KEY, Billed, ModelFace, Reply, failure, model_face
+from http_face import Answer, serving
+from model_http import KEY, Billed, ModelFace, Reply, failure
 from temporalio.exceptions import ApplicationError
 from test_demo import MARK, alive
-from xmemory_http import Answer
 
 import refund_agent
 from harness import Server
@@ -62,7 +62,7 @@ def connected(face: ModelFace) -> Model:
 @pytest_asyncio.fixture(scope="module", params=PROVIDERS)
 async def shared(request: pytest.FixtureRequest) -> AsyncIterator[tuple[ModelFace, Model]]:
     """One client of each SDK for all tests: to make one takes longer than most of them."""
-    async with model_face(request.param) as face:
+    async with serving(ModelFace(request.param)) as face:
         model = connected(face)
         yield face, model
         await model.aclose()
@@ -146,7 +146,8 @@ async def test_what_is_no_step_is_rejected_by_the_guard_rails(
 
 @pytest.mark.parametrize("broken", ['{"text": "Bro', "text", '{"text": ' + "[" * 100_000])
 async def test_arguments_that_are_not_json_are_rejected(broken: str) -> None:
-    async with model_face("openai") as face:  # Anthropic's arguments arrive as JSON, or not at all
+    # Anthropic's arguments arrive as JSON, or not at all.
+    async with serving(ModelFace("openai")) as face:
         model, face.replies = connected(face), [Reply([("ask", broken)])]
         step = await model.decide(REQUEST, KNOWN)
         await model.aclose()
@@ -392,7 +393,7 @@ async def ended(*arguments: str, env: Mapping[str, str]) -> tuple[int | None, st
 @pytest.mark.everywhere
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 async def test_the_program_counts_what_a_crash_costs(provider: str, server: Server) -> None:
-    async with model_face(provider) as face:
+    async with serving(ModelFace(provider)) as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
         code, out, err = await ended("--provider", provider, "--model", "scripted", env=env)
     assert (code, err) == (0, "")
@@ -413,7 +414,7 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: Serv
 
 @pytest.mark.everywhere
 async def test_a_model_that_refunds_nothing_shows_nothing(server: Server) -> None:
-    async with model_face("openai") as face:
+    async with serving(ModelFace("openai")) as face:
         face.replies = [Reply([("deny", {"text": "it is a test"})])] * 2
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
         code, out, _ = await ended("--provider", "openai", env=env)
@@ -422,7 +423,7 @@ async def test_a_model_that_refunds_nothing_shows_nothing(server: Server) -> Non
 
 @pytest.mark.everywhere
 async def test_a_wrong_key_ends_the_program_with_one_line(server: Server) -> None:
-    async with model_face("anthropic") as face:
+    async with serving(ModelFace("anthropic")) as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
         face.api_key = "another"
         code, _, err = await ended("--provider", "anthropic", env=env)
@@ -454,7 +455,7 @@ async def test_no_process_that_is_killed_has_the_key_and_an_interrupt_ends_them_
     server: Server
 ) -> None:
     mark = str(uuid.uuid4())
-    async with model_face("openai") as face:
+    async with serving(ModelFace("openai")) as face:
         face.api_key = f"{KEY}-{mark[::-1]}"
         env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address), MARK: mark}
         async with program("--provider", "openai", env=env) as process:

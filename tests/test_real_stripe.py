@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 import test_demo
 from conftest import Desk
-from stripe_http import Answer, StripeFace, stripe_face
+from http_face import Answer, serving
+from stripe_http import StripeFace, form
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
 from test_issue_refund import Blind
@@ -62,7 +63,7 @@ class Real:
 
 @pytest_asyncio.fixture(scope="module")
 async def face() -> AsyncIterator[StripeFace]:
-    async with stripe_face(FakeStripe()) as face:
+    async with serving(StripeFace(FakeStripe())) as face:
         yield face
 
 
@@ -259,9 +260,9 @@ async def test_25_a_reason_is_kept_and_stripes_own_is_refused(real: Real) -> Non
 async def test_a_request_is_a_form_with_the_key_of_the_case(real: Real) -> None:
     await steps(real).issue_refund(order(real))
     look, refund = real.face.requests
-    assert (look.method, look.raw) == ("GET", f"payment_intent={real.intent}&limit=100")
+    assert (look.method, form(look)) == ("GET", f"payment_intent={real.intent}&limit=100")
     sent = f"payment_intent={real.intent}&amount=1500&metadata[case_id]=case-1"
-    assert (refund.method, refund.path, refund.raw) == ("POST", "/v1/refunds", sent)
+    assert (refund.method, refund.path, form(refund)) == ("POST", "/v1/refunds", sent)
     assert refund.headers["idempotency-key"] == "refund:run-1"
     assert refund.headers["authorization"] == f"Bearer {KEY}"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from http_face import Answer, serving
 from temporalio import workflow
 from temporalio.api.failure.v1 import Failure
 from temporalio.client import Client, WorkflowHandle
@@ -22,7 +23,7 @@ from temporalio.converter import DataConverter
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
-from xmemory_http import Answer, HttpFace, http_face
+from xmemory_http import XmemoryFace
 
 import fake_xmemory
 import harness
@@ -64,7 +65,7 @@ def changed(**values: Any) -> Any:
 class Real:
     """The service, the real client's instance, and the Activities that use it."""
 
-    face: HttpFace
+    face: XmemoryFace
     instance: Any
 
     @property
@@ -105,7 +106,8 @@ async def connected(url: str) -> AsyncIterator[XmemoryClient]:
 @pytest_asyncio.fixture(scope="module")
 async def shared() -> AsyncIterator[Real]:
     """One client for all tests: to make one takes longer than most of them."""
-    async with http_face(FakeXmemory({}), INSTANCE, KEY) as face, connected(face.url) as client:
+    async with (serving(XmemoryFace(FakeXmemory({}), INSTANCE, KEY)) as face,
+                connected(face.url) as client):
         yield Real(face, client.instance(INSTANCE))
 
 

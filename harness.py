@@ -357,7 +357,8 @@ class People:
 
     async def converse(self, case: Case) -> None:
         """How people meet a Workflow: whenever it starts to wait, look at its progress and answer
-        what is open. Watching Event History for that costs the Worker nothing, unlike polling."""
+        what is open. Watching Event History for that costs the Worker nothing, unlike polling; the
+        loop starts a timer for nothing else."""
         another_run = True
         while another_run:
             async for event in case.fetch_history_events(wait_new_event=True):
@@ -820,7 +821,8 @@ async def plain(remote: Any, job: Mapping[str, Any]) -> None:
     if intent := job["intent"]:
         await remote.stripe.v1.payment_intents.retrieve_async(intent)
         await remote.stripe.v1.refunds.list_async({"payment_intent": intent})
-    # The case id follows from the order; by what the run before knew itself, is gone with it.
+    # The case id follows from the order, so it is the same again. The id of the first run was known
+    # to that run alone.
     key = CaseKey(job["case_id"], str(uuid.uuid4()))
     result = await refund_agent.run_agent(request, key, PlainRuntime(remote))
     await remote.world.end(result)

@@ -423,9 +423,10 @@ async def decide_case(
             known = await look_up(step.action, request, key, known, runtime)
             if known.order_missing or (known.order and known.order.left == 0):
                 return ended("order not found" if known.order_missing else "already refunded")
-        elif step.action == "deny" or known.order is None:
+        elif step.action == "deny":
             return ended("denied", reason=step.text)
         else:
+            assert known.order is not None  # else the guard rails had refused the step
             return await order_refund(step, known.order, request, key, runtime, known)
     return ended("needs a human", notice="the decider ran out of turns or ignored its refusals")
 
@@ -474,7 +475,8 @@ async def carry_out(
     known: Known,
 ) -> RefundResult:
     """Move the money, if that was decided, and remember the case: under a key of its own, and as a
-    line in the record of its customer, which is all that the next recall sees."""
+    line in the record of its customer, which is all that the next recall sees. Of two cases of one
+    customer that are open at the same time, the one that ends last leaves only its own line."""
     result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
     values = {"customer_id": request.customer_id, "order_id": request.order_id}
     values |= {"outcome": result.outcome}
@@ -579,7 +581,8 @@ def stripe_failure(error: Exception) -> StripeFailure:
 def stripe_errors(give_up_at: float | None = None) -> Iterator[None]:
     """Turn an error of the client into its row; `from None` keeps its text, which may quote a key
     or a customer, out of Event History. The time to give up is looked at only after an answer, so a
-    Worker that comes back late still makes its one try."""
+    Worker that comes back late still makes its one try. A client that hangs is cut off before
+    Temporal cuts off the attempt, which would be no answer, and be retried for ever."""
     try:
         yield
     except Exception as error:
@@ -690,12 +693,14 @@ class RefundActivities:
         (not canceled) with its request on its way, and started anew within the same minute.
         """
         with stripe_errors(order.give_up_at):
-            done = await self._refund_of_case(order.payment_intent, order.case_id)
-            done = done or await self._stripe.v1.refunds.create_async(
-                {"payment_intent": order.payment_intent, "amount": order.money.amount,
-                 "metadata": {"case_id": order.case_id}},
-                {"idempotency_key": order.idempotency_key})
-            return Refund(str(done.id), str(done.status), Money(whole(done.amount), done.currency))
+            async with asyncio.timeout(xmemory.client_timeout()):
+                done = await self._refund_of_case(order.payment_intent, order.case_id)
+                done = done or await self._stripe.v1.refunds.create_async(
+                    {"payment_intent": order.payment_intent, "amount": order.money.amount,
+                     "metadata": {"case_id": order.case_id}},
+                    {"idempotency_key": order.idempotency_key})
+            money = Money(whole(done.amount), done.currency)
+            return Refund(str(done.id), str(done.status), money)
 
     async def _refund_of_case(self, payment_intent: str, case_id: str) -> Any:
         """What the owner has on record, every page of it."""
@@ -777,8 +782,9 @@ class RefundAgent:
     def _receive(self, sender: str, message: RawValue) -> None:
         """Keep an answer, the first one for its question; or remember why it is ignored.
 
-        The question's id is looked for in the raw message, because to decode one takes the sandbox
-        half a millisecond: a flood of thousands must be read within one Workflow Task.
+        The question's id is looked for in the raw message (decrypted already, if there is a codec),
+        because to decode one takes the sandbox half a millisecond: a flood of thousands must be
+        read within one Workflow Task.
         """
         self._received += 1
         named = QUESTION_ID.search(message.payload.data)
@@ -818,7 +824,7 @@ class RefundAgent:
             return await workflow.execute_activity_method(
                 step, argument, start_to_close_timeout=STEP_TIMEOUT,
                 heartbeat_timeout=HEARTBEAT_TIMEOUT,
-                retry_policy=REFUND_RETRY if step.__name__ == "issue_refund" else STEP_RETRY)
+                retry_policy=REFUND_RETRY if step is RefundActivities.issue_refund else STEP_RETRY)
 
     async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
         self._phase, self._next_action = "working", "recall"

@@ -134,7 +134,8 @@ def model_errors() -> Iterator[None]:
 
 
 class Model:
-    """A decider, for `build_worker` as well. It keeps what was paid for."""
+    """A decider, for `build_worker` as well. It keeps what was paid for; a Worker that lives long
+    should count instead."""
 
     default = ""
 

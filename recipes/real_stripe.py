@@ -9,7 +9,8 @@ restricted one (rk_test_) must write payment intents and refunds, and read charg
 names what is asked in place of Stripe: a recording proxy, or a server that speaks its API. Shop,
 decider, customer and memory stay the demo's stand-ins. The Worker is killed one step before the
 refund, and a new one goes on. A run that is cut short leaves its payment; do not clean up beside a
-run. In a project of your own, `stripe_client` is what to copy and to hand to `build_worker`.
+run. In a project of your own, `stripe_client` is what to copy and to hand to `build_worker`; for
+live money its TEST_KEY is the line to change, and the last one.
 """
 
 import argparse

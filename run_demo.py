@@ -230,7 +230,9 @@ ROWS = {
     "remembered": "cases remembered", "kill_to_refund": "seconds from kill to refund",
     "kill_to_end": "seconds from kill to the end"}
 WHY = {
-    "before-refund": "No request had left; the new Worker made the first and only one.",
+    "before-refund": """\
+No request had left; the new Worker made the first and only one. A moment later the plain process
+would have paid twice: --crash refund-in-flight.""",
     "refund-in-flight": """\
 Stripe was slow: it acted on the first request when a second one had come. One request, two calls or
 more, one refund: the Workflow's key is the same on every attempt. The plain process made its key of

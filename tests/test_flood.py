@@ -1,6 +1,7 @@
 """Floods of messages: accepted ones are accounted for, refused ones say so, the case goes on."""
 
 import asyncio
+import faulthandler
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -92,6 +93,7 @@ async def test_a_message_that_is_too_large_is_one_line_to_its_sender(desk: Desk)
 async def test_every_accepted_message_is_accounted_for(
     server: Server, many: int, pace: int | None
 ) -> None:
+    faulthandler.cancel_dump_traceback_later()  # it may take longer than a test of the suite
     desk = Desk(await harness.connect(server.address))
     job = {"temporal": server.address, "task_queue": desk.queue, "worker": "stock"}
     case = await start_case(

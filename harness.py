@@ -791,10 +791,11 @@ class AnnouncedTasks(WorkflowRunner):
 # And who ends a test or the demo has no time to drain its Workers.
 VERSION = WorkerDeploymentConfig(
     version=WorkerDeploymentVersion("refund-agent", "harness"), use_worker_versioning=False)
+STICKY = timedelta(seconds=0.2)  # how long a Workflow Task waits for a Worker that was killed
 WORKERS = {
     "demo": WorkerConfig(
         deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0),
-        sticky_queue_schedule_to_start_timeout=timedelta(seconds=0.2)),
+        sticky_queue_schedule_to_start_timeout=STICKY),
     "replaying": WorkerConfig(
         deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0), max_cached_workflows=0),
     "stock": WorkerConfig(),

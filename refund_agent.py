@@ -265,6 +265,7 @@ TOLD = {
     "abandoned": "We did not hear back in time, so this case is closed. No money was moved.",
     "needs a human": "A colleague will look at this and write to you.",
 }
+CHANGED = "the payment changed while the case waited"
 
 # --- How the agent decides -----------------------------------------------------------------------
 
@@ -418,6 +419,8 @@ async def decide_case(
             answer = await runtime.ask(question, known)
             if answer is None:
                 return ended("abandoned")
+            if known.order and await has_changed(known.order, request, key, runtime):
+                return ended("needs a human", notice=CHANGED)
             known = learned(known, answers=(*known.answers, Asked(step.text, answer.text)))
         elif step.action in LOOKUPS:
             known = await look_up(step.action, request, key, known, runtime)
@@ -446,6 +449,14 @@ async def look_up(
     return learned(known, policy=check)
 
 
+async def has_changed(
+    order: Order, request: RefundRequest, key: CaseKey, runtime: Runtime
+) -> bool:
+    """Whether the order is another now that a person was waited for: a month may have passed."""
+    now = await runtime.act(RefundActivities.lookup_order, OrderLine(request, key.case_id))
+    return now is None or now.left != order.left
+
+
 async def order_refund(
     step: Step, order: Order, request: RefundRequest, key: CaseKey, runtime: Runtime, known: Known
 ) -> RefundResult | RefundOrder:
@@ -458,12 +469,10 @@ async def order_refund(
             return ended("abandoned")
         if not answer.approve:
             return ended("denied", reason="a colleague decided so", notice=answer.text)
-        # A month may have passed. And a cancel that came before the approval is delivered here, at
-        # the next await that leaves the Workflow: Signals are handled first.
-        line = OrderLine(request, key.case_id)
-        now = await runtime.act(RefundActivities.lookup_order, line)
-        if now is None or now.left != order.left:
-            return ended("needs a human", notice="the payment changed while the case waited")
+        # A cancel that came before the approval is delivered here, too, at the next await that
+        # leaves the Workflow: Signals are handled first.
+        if await has_changed(order, request, key, runtime):
+            return ended("needs a human", notice=CHANGED)
     # The key is never made of the amount or the attempt: these may change, the refund must not.
     idempotency_key = f"refund:{key.first_run_id}:{order.payment_intent}:{request.line}"
     give_up_at = runtime.now() + REFUND_PATIENCE.total_seconds()
@@ -476,7 +485,7 @@ async def carry_out(
 ) -> RefundResult:
     """Move the money, if that was decided, and remember the case: under a key of its own, and as a
     line in the record of its customer, which is all that the next recall sees. Of two cases of one
-    customer that are open at the same time, the one that ends last leaves only its own line."""
+    customer that are open at the same time, the one that ends last overwrites the other's line."""
     result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
     values = {"customer_id": request.customer_id, "order_id": request.order_id}
     values |= {"outcome": result.outcome}
@@ -497,7 +506,9 @@ async def carry_out(
     except StepFailed as failure:
         doubt = f"memory may not have this case: {failure.message}"
         return replace(result, notice=f"{result.notice} {doubt}".strip())
-    return replace(result, remembered=True)
+    missing = known.memory_notice
+    unseen = f"the next case will not recall this one: {missing}" if missing else ""
+    return replace(result, remembered=True, notice=f"{result.notice} {unseen}".strip())
 
 
 async def refund(order: RefundOrder, runtime: Runtime) -> RefundResult:
@@ -905,6 +916,8 @@ async def start_case(
     """
     if not (ID_PART.fullmatch(request.order_id) and ID_PART.fullmatch(request.customer_id)):
         raise Refused("an order or customer id is 1 to 64 letters, digits, - or _")
+    if not is_whole(request.line) or request.line < 1:
+        raise Refused("the line of an order is 1 or more")
     if unfit := unfit_text(request.message, "customer"):
         raise Refused(f"this message is {unfit}; please write another")
     id = case_id or case_id_for(request)

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 try:
     import anyio
@@ -68,6 +69,15 @@ def heading(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
 
 
+def read_out(object_type: str, table: Mapping[str, Any]) -> str:
+    if object_type != "Customer":
+        return "it holds the record of this case already"
+    fields = [column["name"] for column in table["columns"]]
+    known = [dict(zip(fields, row, strict=True)) for row in table["rows"]]
+    cases = [line for row in known for line in row.get("past_cases", "").splitlines()]
+    return f"past cases of this customer: {'; '.join(cases) or 'none'}"
+
+
 @dataclass
 class Narrator:
     """Turns what the stand-ins see into lines of a conversation."""
@@ -92,10 +102,7 @@ class Narrator:
         elif path == "shop.customer_history":
             say("shop", f"earlier refunds of this customer: {found.earlier_refunds}")
         elif path == "xmemory.read" and found.reader_result:
-            fields = [column["name"] for column in found.reader_result["columns"]]
-            known = [dict(zip(fields, row, strict=True)) for row in found.reader_result["rows"]]
-            cases = [line for row in known for line in row.get("past_cases", "").splitlines()]
-            say("xmemory", f"past cases of this customer: {'; '.join(cases) or 'none'}")
+            say("xmemory", read_out(call.arguments[0], found.reader_result))
         elif path == "xmemory.write_async":
             say("xmemory", "the record of this case is queued")
         elif path.endswith("create_async"):

@@ -34,7 +34,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,6 @@ from harness import Address, Call, Fixture, People, World
 from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
 
 CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
-PROTOTYPE = {"server": 65 / 55, "Workers": 42 / 55}  # ms per event, without kills
 START_SECONDS = 60.0  # for a Worker, on a busy machine
 THINKING_SECONDS = 0.5  # of a customer
 BARE_WORKFLOWS, BARE_STEPS = 60, 8
@@ -79,9 +78,9 @@ def server_pid(server: harness.Server) -> int:
     return 0
 
 
-async def work(temporal: str, queue: str, port: str, token: str) -> None:
+async def work(temporal: str, queue: str, port: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
-    fleet: Any = harness.Remote(Address(int(port), token)).fleet
+    fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"])).fleet
     client, world = await harness.connect(temporal), fleet.world
     async with refund_agent.build_worker(
             client, queue, stripe=world.stripe, shop=world.shop, decider=world.decider,
@@ -184,9 +183,9 @@ class Fleet:
         self.polling[pid].set()
         self.ready.set()
 
-    async def keep_worker(self, command: Sequence[str]) -> None:
+    async def keep_worker(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         while not self.ended.is_set():
-            async with harness.child("a Worker", command) as worker:
+            async with harness.child("a Worker", command, env) as worker:
                 await worker.until(self.polling[worker.pid].wait, START_SECONDS, "its Task Queue")
                 before = 0.0 if self.killed_at else cpu_seconds(worker.pid)
                 with anyio.move_on_after(self.kill_every):
@@ -205,10 +204,10 @@ async def run(options: argparse.Namespace) -> int:
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
             command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
-                       str(at.port), at.token]
+                       str(at.port)]
             async with anyio.create_task_group() as workers:
                 for _ in range(options.workers):
-                    workers.start_soon(fleet.keep_worker, command)
+                    workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})
                 await fleet.ready.wait()
                 before = time.monotonic(), cpu_seconds(pid), time.process_time()
                 ended = await asyncio.gather(*map(fleet.live, fleet.people))
@@ -230,11 +229,11 @@ def report(
     extra_calls = fleet.calls - CALLS * n
     print(f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: "
           f"{statistics.median(lengths):.0f} events, {statistics.median(sizes):,.0f} bytes")
-    used, known = (server, fleet.worker_cpu), PROTOTYPE.values()
-    for who, cpu, yard, early in zip(PROTOTYPE, used, bare, known, strict=True):
+    used = {"server": (server, bare[0]), "Workers": (fleet.worker_cpu, bare[1])}
+    for who, (cpu, yard) in used.items():
         each = cpu / events
         print(f"CPU per event, {who:7}{each * 1000:6.2f} ms; yardstick {yard * 1000:.2f}, ratio "
-              f"{each / yard:.2f}; early prototype, elsewhere, {early:.2f}".replace("nan", "n/a"))
+              f"{each / yard:.2f}".replace("nan", "n/a"))
     print(f"CPU per event, this process {parent / events * 1000:.2f} ms")
     if len(fleet.recoveries) > 1:
         parts = statistics.quantiles(fleet.recoveries, n=20)

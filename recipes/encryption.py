@@ -3,7 +3,8 @@
     pip install -e '.[encryption]'
     python recipes/encryption.py      two cases on a dev server of its own; seconds, and no keys
 
-In your project every client gets the converter; a Worker takes that of its client:
+Copy it down to "Seen to work", without the three imports of this project. Every client gets the
+converter; a Worker takes that of its client:
 
     export PAYLOAD_KEYS="2026-02:$(openssl rand -base64 32)"
     Client.connect(..., data_converter=encrypting(os.environ.get("PAYLOAD_KEYS", "")))

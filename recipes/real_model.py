@@ -14,6 +14,7 @@ Not here: streaming, prompt caching, the delay that a 429 asks for.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -55,7 +56,7 @@ class ModelFailed(Exception):
     """The model gave no answer this time."""
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     calls: Sequence[tuple[str, object]]  # the tools called and their arguments, as they came
     fault: str  # why it is of no use whatever was called, or ""
     input_tokens: int
@@ -96,7 +97,7 @@ def minor_units(text: str, currency: str) -> int | None:
     return int(whole.replace(",", "") + (decimals or "0" * places))
 
 
-def step_of(answer: Answer, order: Order | None) -> Step:
+def step_of(answer: ModelAnswer, order: Order | None) -> Step:
     """The step that was chosen. What is wrong becomes the name of a step that does not exist, so
     the guard rails reject it and the model reads the name."""
     if answer.fault or len(answer.calls) != 1:
@@ -143,12 +144,13 @@ class Model:
         self.name, self.aclose, self.paid = name or self.default, close, list[Paid]()
 
     async def decide(self, request: RefundRequest, known: Known) -> Step:
-        with model_errors():
-            answer = await self.answer(facts(request, known))
+        with model_errors():  # the SDK's timeout is for every part of an answer
+            async with asyncio.timeout(TIMEOUT):
+                answer = await self.answer(facts(request, known))
         self.paid.append(Paid(known.turn, answer.input_tokens, answer.output_tokens))
         return step_of(answer, known.order)
 
-    async def answer(self, shown: str) -> Answer:
+    async def answer(self, shown: str) -> ModelAnswer:
         raise NotImplementedError
 
 
@@ -163,7 +165,7 @@ class OpenAIModel(Model):
         self._client = AsyncOpenAI(api_key=api_key, max_retries=0, timeout=TIMEOUT)
         super().__init__(name, self._client.close)
 
-    async def answer(self, shown: str) -> Answer:
+    async def answer(self, shown: str) -> ModelAnswer:
         got = await self._client.responses.create(
             model=self.name, instructions=RULES, input=shown, store=False,
             max_output_tokens=MAX_TOKENS, tool_choice="required", parallel_tool_calls=False,
@@ -175,7 +177,7 @@ class OpenAIModel(Model):
         cut = got.incomplete_details and got.incomplete_details.reason
         fault = REFUSED if "refusal" in said or cut == "content_filter" else CUT if cut else ""
         calls = [(it.name, it.arguments) for it in got.output if it.type == "function_call"]
-        return Answer(calls, fault, got.usage.input_tokens, got.usage.output_tokens)
+        return ModelAnswer(calls, fault, got.usage.input_tokens, got.usage.output_tokens)
 
 
 class AnthropicModel(Model):
@@ -189,7 +191,7 @@ class AnthropicModel(Model):
         self._client = AsyncAnthropic(api_key=api_key, max_retries=0, timeout=TIMEOUT)
         super().__init__(name, self._client.close)
 
-    async def answer(self, shown: str) -> Answer:
+    async def answer(self, shown: str) -> ModelAnswer:
         got = await self._client.messages.create(
             model=self.name, system=RULES, messages=[{"role": "user", "content": shown}],
             max_tokens=MAX_TOKENS, tool_choice={"type": "auto", "disable_parallel_tool_use": True},
@@ -198,7 +200,7 @@ class AnthropicModel(Model):
         cut = got.stop_reason in ("max_tokens", "model_context_window_exceeded")
         fault = REFUSED if got.stop_reason == "refusal" else CUT if cut else ""
         calls = [(block.name, block.input) for block in got.content if block.type == "tool_use"]
-        return Answer(calls, fault, got.usage.input_tokens, got.usage.output_tokens)
+        return ModelAnswer(calls, fault, got.usage.input_tokens, got.usage.output_tokens)
 
 
 def schema(takes: Sequence[str]) -> dict[str, object]:

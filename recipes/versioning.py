@@ -75,15 +75,17 @@ async def does_not_replay(
     """Which of these histories the Workflow can no longer replay, and why."""
     broken = []
     for path in paths:
-        history = WorkflowHistory.from_json(Path(path).stem, Path(path).read_text())
         try:
+            history = WorkflowHistory.from_json(Path(path).stem, Path(path).read_text())
             await Replayer(workflows=[agent]).replay_workflow(history)
-        except NondeterminismError as error:
+        except (NondeterminismError, OSError, ValueError) as error:
             broken.append(f"{path}: {str(error).splitlines()[0]}")
     return broken
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("Give the histories to replay: python recipes/versioning.py case.json ...")
     problems = asyncio.run(does_not_replay(sys.argv[1:]))
     print("\n".join(problems) or f"{len(sys.argv) - 1} histories replay")
     sys.exit(bool(problems))

@@ -1,9 +1,12 @@
-"""The Worker process to deploy. Started twice it is a fleet: each of them goes on with any case.
+"""The Worker process to deploy. With --build, two of them are a fleet: each goes on with any case.
 
     python recipes/worker.py                               around stand-ins, and it says so
     python recipes/worker.py --build mine:worker --metrics 0.0.0.0:9464
 
-`mine.worker` does what `stand_ins` does below; put `mine` where Python finds it (PYTHONPATH=.).
+`mine.worker` does what `stand_ins` does below; put `mine` where Python finds it (PYTHONPATH=.). A
+codec, or a plugin of the Client, goes in there, too: hand `build_worker` a
+`Client(**client.config() | {"data_converter": ...})`. Start but one around stand-ins: each process
+has its own.
 
 Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and what else
 the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
@@ -13,6 +16,7 @@ Metrics: for Prometheus, at /metrics. Two Workers on one host need a port each; 
 Tracing: `pip install -e '.[worker]'`, then OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it
 on; the other OTEL_ variables count, too. A case is one trace, whichever Workers had it. What a
 killed process had not exported is lost. The SDK calls this plugin experimental.
+Identity: refund-agent@HOST:PID:RELEASE, the last one from the environment.
 Stopping: SIGTERM drains for up to DRAIN_TIMEOUT, then spans are exported: let the supervisor wait
 30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me again, after a pause; 2
 change the configuration first.
@@ -29,7 +33,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -159,7 +162,7 @@ def named(build: str) -> Callable[[Client, str], Worker]:
 async def main(task_queue: str, build: str | None, metrics: str | None) -> None:
     telemetry, built = observed(metrics), stand_ins if build is None else named(build)
     place = f"{socket.gethostname()}:{os.getpid()}"
-    identity = f"{log.name}@{place}:{version('durable-refund-agent')}"
+    identity = f"{log.name}@{place}:{os.environ.get('RELEASE', 'dev')}"
     with traced(identity) as plugins:
         client = await connect(identity, telemetry, plugins)
         await run_until_stopped(built(client, task_queue))

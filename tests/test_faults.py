@@ -23,6 +23,7 @@ from refund_agent import RefundResult
 
 SUCCEEDED, HUMAN = "refund succeeded", "needs a human"
 FOR_EVER = 1_000
+UNSEEN = "the next case will not recall this one"
 GIVEN_UP = timedelta(seconds=1)  # how long an attempt may take
 IN_USE = fake_stripe.StripeError(
     "in use", 409, "invalid_request_error", "idempotency_key_in_use")
@@ -90,9 +91,14 @@ ROWS = {
     "the key loses its right": Row(stripe(fake_stripe.not_permitted(), FOR_EVER), HUMAN, 1, 0,
                                    notice="the API key may not make refunds"),
     "memory is down at recall": Row(
-        memory(fake_xmemory.connection_lost(), "read", FOR_EVER), SUCCEEDED, 1, 1),
-    "memory is over quota at recall": Row(memory(QUOTA, "read", FOR_EVER), SUCCEEDED, 1, 1),
-    "memory is busy at recall": Row(memory(LIMITED, "read", FOR_EVER), SUCCEEDED, 1, 1),
+        memory(fake_xmemory.connection_lost(), "read", FOR_EVER), SUCCEEDED, 1, 1,
+        notice=f"{UNSEEN}: xmemory did not answer"),
+    "memory is over quota at recall": Row(
+        memory(QUOTA, "read", FOR_EVER), SUCCEEDED, 1, 1,
+        notice=f"{UNSEEN}: the daily xmemory quota is used up"),
+    "memory is busy at recall": Row(
+        memory(LIMITED, "read", FOR_EVER), SUCCEEDED, 1, 1,
+        notice=f"{UNSEEN}: xmemory asked to slow down"),
     "memory is down at remember": Row(
         memory(fake_xmemory.connection_lost(), "write_async", FOR_EVER), SUCCEEDED, 1, 1, False,
         "memory may not have this case: xmemory did not answer"),

@@ -166,7 +166,8 @@ async def test_another_customer_is_refused_the_case(desk: Desk) -> None:
 
 @pytest.mark.parametrize("request_", [
     RefundRequest("", "ada", "hello"), RefundRequest("a b", "ada", "hello"),
-    RefundRequest("1234", "x" * 65, "hello"), RefundRequest("1234", "ada", "x" * 2_001)])
+    RefundRequest("1234", "x" * 65, "hello"), RefundRequest("1234", "ada", "x" * 2_001),
+    RefundRequest("1234", "ada", "hello", line=-1)])
 async def test_a_malformed_request_is_refused(desk: Desk, request_: RefundRequest) -> None:
     with pytest.raises(Refused):
         await start_case(desk.client, request_, task_queue=desk.queue)

@@ -55,6 +55,7 @@ from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
 
 CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
 START_SECONDS = 60.0  # for a Worker, on a busy machine
+STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
 BARE_WORKFLOWS, BARE_STEPS = 60, 8
 BARE_EVENTS = 5 + 6 * BARE_STEPS
@@ -136,6 +137,7 @@ class Fleet:
 
     def __init__(self, options: argparse.Namespace, client: Client, tasks: Any) -> None:
         self.client, self.queue, self.tasks = client, str(uuid.uuid4()), tasks
+        self.starts = anyio.Semaphore(STARTS_AT_ONCE)
         self.places, self.kill_every = anyio.Semaphore(options.in_flight), options.kill_every
         self.people = {f"{number}": People(reply) for number in range(options.agents)}
         self.world = World(
@@ -155,7 +157,8 @@ class Fleet:
         case_id = refund_agent.case_id_for(request)
         self.cases[id] = self.client.get_workflow_handle_for(RefundAgent.run, case_id)
         async with self.places:
-            case = await refund_agent.start_case(self.client, request, task_queue=self.queue)
+            async with self.starts:
+                case = await refund_agent.start_case(self.client, request, task_queue=self.queue)
             with suppress(WorkflowFailureError):
                 result = await case.result()
                 well = result.outcome == "refund succeeded" and result.remembered

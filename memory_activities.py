@@ -95,8 +95,8 @@ def heartbeating(run: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
 
 async def _beat(seconds: float) -> None:
     while True:
+        await asyncio.sleep(seconds)  # first: most attempts are over by then, and a beat is a write
         activity.heartbeat()
-        await asyncio.sleep(seconds)
 
 
 # --- Errors: one table ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from memory_activities import (
     WorkflowMemory,
     create,
     delete,
+    heartbeating,
     mapped_errors,
     scope_to,
     to_json,
@@ -478,6 +480,16 @@ async def test_the_client_gives_up_before_temporal_does(given: float, client: fl
     environment.info = SimpleNamespace(  # type: ignore[assignment]
         start_to_close_timeout=timedelta(seconds=given))
     assert environment.run(memory_activities.client_timeout) == client
+
+
+async def test_only_an_attempt_that_lasts_heartbeats() -> None:
+    environment, beaten = ActivityEnvironment(), asyncio.Event()
+    environment.info = replace(
+        environment.default_info(), heartbeat_timeout=timedelta(seconds=0.4))
+    environment.on_heartbeat = lambda *details: beaten.set()
+    await environment.run(heartbeating(asyncio.sleep), 0)
+    assert not beaten.is_set()
+    assert await environment.run(heartbeating(beaten.wait))
 
 
 async def test_no_key_and_no_host_is_in_history_failure_or_log(

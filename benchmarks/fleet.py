@@ -1,11 +1,13 @@
 """N agents side by side: what they cost, and what becomes of them while Workers are killed.
 
     python benchmarks/fleet.py [--agents 200] [--in-flight 50] [--workers 1] [--kill-every [1.0]]
+                               [--default-sandbox]
 
 Each agent has an order and a customer of its own. A Worker is a process with what `build_worker`
-gives, the SDK's default cache included; the dev server has short timers (`harness.FAST_TIMERS`).
-With `--kill-every`, a Worker is SIGKILLed so many seconds after it said that it polls, and
-replaced, until all agents have ended.
+gives, the SDK's default cache included, and as in `recipes/worker.py` imports the Workflow's file
+once; `--default-sandbox`: once for every case that it takes up. The dev server has short timers
+(`harness.FAST_TIMERS`). With `--kill-every`, a Worker is SIGKILLed so many seconds after it said
+that it polls, and replaced, until all agents have ended.
 
 Counted at the stand-ins: refunds, remembered cases, questions, and the calls beyond those of agents
 that nobody kills. A question counts when the decider chooses to ask what the customer is not yet
@@ -14,10 +16,10 @@ which a new Worker would have to replay the case.) Customers and stand-ins live 
 decider is the fixed policy.
 
 CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
-until all agents had ended. It says little without the speed of the machine, so Workflows of nothing
-but Activities that do nothing, without a sandbox, are run first, as a yardstick. Recovery is the
-time from the kill of the Worker that an agent's last decision was made for, to its next decision:
-the death is noticed, a new Worker has started, and it is this agent's turn.
+until all agents had ended. It says little without the speed of the machine, so without kills half
+of a fleet of `prototype.py` runs before the agents and half of it after them, on the same server.
+Recovery is the time from the kill of the Worker that an agent's last decision was made for, to its
+next decision: the death is noticed, a new Worker has started, and it is this agent's turn.
 
 Exits with 1 if a count is wrong, or if a call came again without a kill: a Worker with too much in
 flight is too busy to heartbeat in time.
@@ -42,24 +44,27 @@ from typing import Any
 
 import anyio
 import anyio.abc
-from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import prototype
+from prototype import Prototype
+
 import harness
 import refund_agent
 from harness import Address, Call, Fixture, People, World
+from recipes.worker import ImportedOnce
 from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
 
 CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
 START_SECONDS = 60.0  # for a Worker, on a busy machine
 STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
-BARE_WORKFLOWS, BARE_STEPS = 60, 8
-BARE_EVENTS = 5 + 6 * BARE_STEPS
+PROTOTYPES = 100  # before the agents, and once more after them
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
+Used = tuple[int, float, float]  # by how many events; CPU seconds of the server and of the Workers
 
 
 def cpu_seconds(pid: int) -> float:
@@ -79,10 +84,11 @@ def server_pid(server: harness.Server) -> int:
     return 0
 
 
-async def work(temporal: str, queue: str, port: str) -> None:
+async def work(temporal: str, queue: str, port: str, *sandbox: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
     fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"])).fleet
-    client, world = await harness.connect(temporal), fleet.world
+    client = await harness.connect(temporal, plugins=[] if sandbox else [ImportedOnce()])
+    world = fleet.world
     async with refund_agent.build_worker(
             client, queue, stripe=world.stripe, shop=world.shop, decider=world.decider,
             memory=world.xmemory):
@@ -90,42 +96,34 @@ async def work(temporal: str, queue: str, port: str) -> None:
         await asyncio.to_thread(sys.stdin.read)  # until whoever started this process ends
 
 
-@activity.defn
-async def nothing() -> None: ...
-
-
-@workflow.defn(sandboxed=False)
-class Bare:
-    @workflow.run
-    async def run(self) -> None:
-        for _ in range(BARE_STEPS):
-            await workflow.execute_activity(
-                nothing, start_to_close_timeout=refund_agent.STEP_TIMEOUT)
-
-
-async def work_bare(temporal: str, queue: str) -> None:
+async def work_prototype(temporal: str, queue: str) -> None:
     client = await harness.connect(temporal)
-    async with Worker(client, task_queue=queue, workflows=[Bare], activities=[nothing]):
+    async with Worker(client, task_queue=queue, workflows=[Prototype], activities=[
+            prototype.choose, prototype.find_order, prototype.find_customer, prototype.refund]):
         await asyncio.to_thread(sys.stdin.read)
 
 
-async def yardstick(server: harness.Server, in_flight: int) -> tuple[float, float]:
-    """CPU seconds per event, server and Worker, of the least that such Workflows can cost here."""
+async def run_prototypes(server: harness.Server, in_flight: int) -> Used:
     client, pid, queue = await server.client(), server_pid(server), str(uuid.uuid4())
     places = anyio.Semaphore(in_flight)
 
-    async def run(id: str) -> None:
+    async def run(order_id: str) -> int:
         async with places:
-            await client.execute_workflow(Bare.run, id=id, task_queue=queue)
+            request = prototype.Request(order_id, "customer", "Please refund my order.")
+            case = await client.start_workflow(
+                Prototype.run, request, id=f"{queue}-{order_id}", task_queue=queue,
+                start_signal="answer", start_signal_args=["Yes."])
+            await case.signal(Prototype.answer, "The lid is cracked.")
+            await case.result()
+            return (await case.describe()).history_length
 
-    command = [sys.executable, __file__, "bare", str(server.address), queue]
-    async with harness.child("a bare Worker", command) as worker:
+    command = [sys.executable, __file__, "prototype", str(server.address), queue]
+    async with harness.child("a prototype's Worker", command) as worker:
         await worker.until(partial(run, "warm-up"), START_SECONDS, "its first Workflow")
         before = cpu_seconds(pid), cpu_seconds(worker.pid)
-        await asyncio.gather(*(run(f"bare-{number}") for number in range(BARE_WORKFLOWS)))
+        events = await asyncio.gather(*(run(f"{number}") for number in range(PROTOTYPES)))
         after = cpu_seconds(pid), cpu_seconds(worker.pid)
-    used = [(b - a) / BARE_WORKFLOWS / BARE_EVENTS for a, b in zip(before, after, strict=True)]
-    return used[0], used[1]
+    return sum(events), after[0] - before[0], after[1] - before[1]
 
 
 async def reply(question: Question) -> Answer:
@@ -200,14 +198,17 @@ class Fleet:
 
 
 async def run(options: argparse.Namespace) -> int:
-    with suppress(OSError):  # the sandbox imports it for every agent; from source, at twice the CPU
-        py_compile.compile(refund_agent.__file__)
+    with suppress(OSError):  # the sandbox imports them for each Workflow; from source, at twice the
+        for file in (refund_agent.__file__, prototype.__file__):  # CPU
+            py_compile.compile(file)
+    prototypes = list[Used]()
     async with harness.dev_server() as server, anyio.create_task_group() as tasks:
-        bare = await yardstick(server, options.in_flight)
+        if not options.kill_every:
+            prototypes.append(await run_prototypes(server, options.in_flight))
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
             command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
-                       str(at.port)]
+                       str(at.port), *["default sandbox"] * options.default_sandbox]
             async with anyio.create_task_group() as workers:
                 for _ in range(options.workers):
                     workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})
@@ -216,14 +217,29 @@ async def run(options: argparse.Namespace) -> int:
                 ended = await asyncio.gather(*map(fleet.live, fleet.people))
                 after = time.monotonic(), cpu_seconds(pid), time.process_time()
                 fleet.ended.set()
+        if prototypes:
+            prototypes.append(await run_prototypes(server, options.in_flight))
         tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
-    return report(fleet, bare, ended, *(b - a for a, b in zip(before, after, strict=True)))
+    seconds, server_cpu, parent_cpu = (b - a for a, b in zip(before, after, strict=True))
+    used = sum(events for _, events, _ in ended), server_cpu, fleet.worker_cpu
+    print_cpu(used, prototypes)
+    print(f"CPU per event, this process {parent_cpu / used[0] * 1000:.2f} ms")
+    return report(fleet, ended, seconds)
 
 
-def report(
-    fleet: Fleet, bare: tuple[float, float], ended: Sequence[Ended], seconds: float, server: float,
-    parent: float,
-) -> int:
+def print_cpu(used: Used, prototypes: Sequence[Used]) -> None:
+    """Where there is no /proc, a number is n/a."""
+    for place, who in enumerate(("server", "Workers"), start=1):
+        line = f"CPU per event, {who:8}{used[place] / used[0] * 1000:5.2f} ms"
+        if prototypes:
+            events = sum(run[0] for run in prototypes)
+            yard = sum(run[place] for run in prototypes) / events
+            each = " and ".join(f"{run[place] / run[0] * 1000:.2f}" for run in prototypes)
+            line += f"; of the prototype {each} ms, ratio {used[place] / used[0] / yard:.2f}"
+        print(line.replace("nan", "n/a"))
+
+
+def report(fleet: Fleet, ended: Sequence[Ended], seconds: float) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
     n, kills, events, world = len(ended), len(fleet.killed_at), sum(lengths), fleet.world
     refunds = [refund["metadata"]["case_id"] for refund in world.stripe.refunds.values()]
@@ -232,12 +248,6 @@ def report(
     extra_calls = fleet.calls - CALLS * n
     print(f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: "
           f"{statistics.median(lengths):.0f} events, {statistics.median(sizes):,.0f} bytes")
-    used = {"server": (server, bare[0]), "Workers": (fleet.worker_cpu, bare[1])}
-    for who, (cpu, yard) in used.items():
-        each = cpu / events
-        print(f"CPU per event, {who:7}{each * 1000:6.2f} ms; yardstick {yard * 1000:.2f}, ratio "
-              f"{each / yard:.2f}".replace("nan", "n/a"))
-    print(f"CPU per event, this process {parent / events * 1000:.2f} ms")
     if len(fleet.recoveries) > 1:
         parts = statistics.quantiles(fleet.recoveries, n=20)
         print(f"recovery, n={len(fleet.recoveries)}: p50 {parts[9]:.1f} s, p95 {parts[18]:.1f} s")
@@ -257,12 +267,13 @@ def report(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["work"], ["bare"]):
-        asyncio.run((work if sys.argv[1] == "work" else work_bare)(*sys.argv[2:]))
+    if sys.argv[1:2] in (["work"], ["prototype"]):
+        asyncio.run((work if sys.argv[1] == "work" else work_prototype)(*sys.argv[2:]))
         sys.exit()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--agents", type=int, default=200)
     parser.add_argument("--in-flight", type=int, default=50)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kill-every", type=float, nargs="?", const=1.0, metavar="SECONDS")
+    parser.add_argument("--default-sandbox", action="store_true")
     harness.run(partial(run, parser.parse_args()))

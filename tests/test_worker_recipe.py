@@ -22,7 +22,9 @@ import pytest
 import pytest_asyncio
 from conftest import Desk
 from otlp_http import Collector, collecting
+from temporalio import workflow
 from temporalio.runtime import Runtime
+from temporalio.worker import Worker
 
 import harness
 import refund_agent
@@ -46,6 +48,13 @@ EXPORTER = "opentelemetry-exporter-otlp-proto-http"
 TRACES = any(found.name == EXPORTER for found in distributions())
 needs_tracing = pytest.mark.skipif(
     not TRACES, reason="OpenTelemetry is not installed: pip install -e '.[worker]'")
+
+
+@workflow.defn
+class Identity:
+    @workflow.run
+    async def run(self) -> int:
+        return id(Identity)
 
 
 async def reply(question: Question) -> Answer:
@@ -391,3 +400,12 @@ async def test_tracing_without_opentelemetry_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(Left, match="2 tracing needs opentelemetry: pip install -e"):
         recipe.traced("a Worker").__enter__()
+
+
+async def test_the_file_of_a_workflow_is_imported_once(server: Server) -> None:
+    queue = str(uuid.uuid4())
+    await server.client()
+    client = await harness.connect(server.address, plugins=[recipe.ImportedOnce()])
+    async with Worker(client, task_queue=queue, workflows=[Identity]):
+        assert await client.execute_workflow(Identity.run, id=queue, task_queue=queue) == id(
+            Identity)

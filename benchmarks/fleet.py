@@ -49,10 +49,8 @@ from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import prototype
-from prototype import Prototype
-
 import harness
+import prototype
 import refund_agent
 from harness import Address, Call, Fixture, People, World
 from recipes.worker import ImportedOnce
@@ -84,10 +82,10 @@ def server_pid(server: harness.Server) -> int:
     return 0
 
 
-async def work(temporal: str, queue: str, port: str, *sandbox: str) -> None:
+async def work(temporal: str, queue: str, port: str, imported: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
     fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"])).fleet
-    client = await harness.connect(temporal, plugins=[] if sandbox else [ImportedOnce()])
+    client = await harness.connect(temporal, plugins=[ImportedOnce()] if imported == "once" else [])
     world = fleet.world
     async with refund_agent.build_worker(
             client, queue, stripe=world.stripe, shop=world.shop, decider=world.decider,
@@ -98,7 +96,7 @@ async def work(temporal: str, queue: str, port: str, *sandbox: str) -> None:
 
 async def work_prototype(temporal: str, queue: str) -> None:
     client = await harness.connect(temporal)
-    async with Worker(client, task_queue=queue, workflows=[Prototype], activities=[
+    async with Worker(client, task_queue=queue, workflows=[prototype.Prototype], activities=[
             prototype.choose, prototype.find_order, prototype.find_customer, prototype.refund]):
         await asyncio.to_thread(sys.stdin.read)
 
@@ -111,9 +109,9 @@ async def run_prototypes(server: harness.Server, in_flight: int) -> Used:
         async with places:
             request = prototype.Request(order_id, "customer", "Please refund my order.")
             case = await client.start_workflow(
-                Prototype.run, request, id=f"{queue}-{order_id}", task_queue=queue,
+                prototype.Prototype.run, request, id=f"{queue}-{order_id}", task_queue=queue,
                 start_signal="answer", start_signal_args=["Yes."])
-            await case.signal(Prototype.answer, "The lid is cracked.")
+            await case.signal(prototype.Prototype.answer, "The lid is cracked.")
             await case.result()
             return (await case.describe()).history_length
 
@@ -208,7 +206,7 @@ async def run(options: argparse.Namespace) -> int:
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
             command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
-                       str(at.port), *["default sandbox"] * options.default_sandbox]
+                       str(at.port), "for each case" if options.default_sandbox else "once"]
             async with anyio.create_task_group() as workers:
                 for _ in range(options.workers):
                     workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})

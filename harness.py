@@ -245,13 +245,13 @@ async def _carry_out(
 
 
 class Remote:
-    """The other end: `remote.stripe.v1.refunds.create_async(...)` is called over there. `idle` are
-    connections for further calls: a new one for every call is a tenth of a Worker's CPU."""
+    """The other end: `remote.stripe.v1.refunds.create_async(...)` is called over there. `idle` is
+    where connections are kept for further calls: one for each is a tenth of a Worker's CPU."""
 
     def __init__(
         self, address: Address, path: str = "", idle: list[anyio.abc.SocketStream] | None = None
     ) -> None:
-        self._address, self._path, self._idle = address, path, [] if idle is None else idle
+        self._address, self._path, self._idle = address, path, idle
 
     def __getattr__(self, name: str) -> "Remote":
         return Remote(self._address, f"{self._path}.{name}".lstrip("."), self._idle)
@@ -281,7 +281,10 @@ class Remote:
         except BaseException:
             await anyio.aclose_forcefully(stream)
             raise
-        self._idle.append(stream)
+        if self._idle is None:
+            await stream.aclose()
+        else:
+            self._idle.append(stream)
         return json.loads(answer)
 
 
@@ -1085,7 +1088,7 @@ def leave(code: int) -> NoReturn:
 
 def serve(role: str, job: Mapping[str, Any], parent: int) -> NoReturn:
     """Do a job, until it is done or the parent's end of this pipe closes."""
-    remote = Remote(Address(job["port"], job["token"]))
+    remote = Remote(Address(job["port"], job["token"]), idle=[])
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     try:
         asyncio.run({"plain": plain, "worker": worker}[role](remote, job))

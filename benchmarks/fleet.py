@@ -84,7 +84,7 @@ def server_pid(server: harness.Server) -> int:
 
 async def work(temporal: str, queue: str, port: str, imported: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
-    fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"])).fleet
+    fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"]), idle=[]).fleet
     client = await harness.connect(temporal, plugins=[ImportedOnce()] if imported == "once" else [])
     world = fleet.world
     async with refund_agent.build_worker(

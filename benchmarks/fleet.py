@@ -16,10 +16,11 @@ which a new Worker would have to replay the case.) Customers and stand-ins live 
 decider is the fixed policy.
 
 CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
-until all agents had ended. It says little without the speed of the machine, so without kills half
-of a fleet of `prototype.py` runs before the agents and half of it after them, on the same server.
-Recovery is the time from the kill of the Worker that an agent's last decision was made for, to its
-next decision: the death is noticed, a new Worker has started, and it is this agent's turn.
+until all agents had ended. It says little without the speed of the machine, so without kills as
+many of `prototype.py` run on the same server, half of them before the agents and half of them after
+them, in the default sandbox. Recovery is the time from the kill of the Worker that an agent's last
+decision was made for, to its next decision: the death is noticed, the dead Worker's own queue is
+given up (after the SDK's 10 seconds), a new Worker has started, and it is this agent's turn.
 
 Exits with 1 if a count is wrong, or if a call came again without a kill: a Worker with too much in
 flight is too busy to heartbeat in time.
@@ -60,7 +61,7 @@ CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write
 START_SECONDS = 60.0  # for a Worker, on a busy machine
 STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
-PROTOTYPES = 100  # before the agents, and once more after them
+PROGRESS_SECONDS = 10.0
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
 Used = tuple[int, float, float]  # by how many events; CPU seconds of the server and of the Workers
 
@@ -101,7 +102,7 @@ async def work_prototype(temporal: str, queue: str) -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-async def run_prototypes(server: harness.Server, in_flight: int) -> Used:
+async def run_prototypes(server: harness.Server, count: int, in_flight: int) -> Used:
     client, pid, queue = await server.client(), server_pid(server), str(uuid.uuid4())
     places = anyio.Semaphore(in_flight)
 
@@ -119,7 +120,7 @@ async def run_prototypes(server: harness.Server, in_flight: int) -> Used:
     async with harness.child("a prototype's Worker", command) as worker:
         await worker.until(partial(run, "warm-up"), START_SECONDS, "its first Workflow")
         before = cpu_seconds(pid), cpu_seconds(worker.pid)
-        events = await asyncio.gather(*(run(f"{number}") for number in range(PROTOTYPES)))
+        events = await asyncio.gather(*(run(f"{number}") for number in range(count)))
         after = cpu_seconds(pid), cpu_seconds(worker.pid)
     return sum(events), after[0] - before[0], after[1] - before[1]
 
@@ -142,7 +143,8 @@ class Fleet:
         self.cases: dict[str, Case] = {}
         self.calls, self.worker_cpu = 0, 0.0
         self.served_by: dict[str, int] = {}  # the Worker of each agent's last decision
-        self.killed_at: dict[int, float] = {}
+        self.kills = self.gone = 0
+        self.killed_at: dict[int, float] = {}  # by process id, which a later Worker may have again
         self.recoveries: list[float] = []
         self.polling: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
@@ -159,6 +161,7 @@ class Fleet:
                 result = await case.result()
                 well = result.outcome == "refund succeeded" and result.remembered
         info = (await case.describe()).raw_description.workflow_execution_info
+        self.gone += 1
         return well, info.history_length, info.history_size_bytes
 
     def on_call(self, call: Call) -> None:
@@ -177,6 +180,12 @@ class Fleet:
         await anyio.sleep(THINKING_SECONDS)
         await self.cases[id].signal("answer", await reply(question))
 
+    async def say_how_far(self) -> None:
+        while True:
+            await anyio.sleep(PROGRESS_SECONDS)
+            print(f"{self.gone} of {len(self.people)} agents have ended, {self.kills} kills",
+                  file=sys.stderr, flush=True)
+
     async def polls(self, pid: int) -> None:
         """A Worker says so."""
         self.polling[pid].set()
@@ -186,28 +195,31 @@ class Fleet:
         while not self.ended.is_set():
             async with harness.child("a Worker", command, env) as worker:
                 await worker.until(self.polling[worker.pid].wait, START_SECONDS, "its Task Queue")
-                before = 0.0 if self.killed_at else cpu_seconds(worker.pid)
+                before = cpu_seconds(worker.pid) if not self.kills else 0.0
                 with anyio.move_on_after(self.kill_every):
                     await worker.until(self.ended.wait, math.inf, "the end")
                 self.worker_cpu += cpu_seconds(worker.pid) - before
                 if not self.ended.is_set():
                     await worker.kill()
+                    self.kills += 1
                     self.killed_at[worker.pid] = time.monotonic()
+                    del self.polling[worker.pid]
 
 
 async def run(options: argparse.Namespace) -> int:
-    with suppress(OSError):  # the sandbox imports them for each Workflow; from source, at twice the
-        for file in (refund_agent.__file__, prototype.__file__):  # CPU
+    for file in (refund_agent.__file__, prototype.__file__):
+        with suppress(OSError):  # the sandbox imports them again and again; from source, slowly
             py_compile.compile(file)
+    half = partial(run_prototypes, count=-(-options.agents // 2), in_flight=options.in_flight)
     prototypes = list[Used]()
     async with harness.dev_server() as server, anyio.create_task_group() as tasks:
-        if not options.kill_every:
-            prototypes.append(await run_prototypes(server, options.in_flight))
+        if options.kill_every is None:
+            prototypes.append(await half(server))
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
             command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
                        str(at.port), "for each case" if options.default_sandbox else "once"]
-            async with anyio.create_task_group() as workers:
+            async with anyio.create_task_group() as workers, harness.background(fleet.say_how_far):
                 for _ in range(options.workers):
                     workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})
                 await fleet.ready.wait()
@@ -216,7 +228,7 @@ async def run(options: argparse.Namespace) -> int:
                 after = time.monotonic(), cpu_seconds(pid), time.process_time()
                 fleet.ended.set()
         if prototypes:
-            prototypes.append(await run_prototypes(server, options.in_flight))
+            prototypes.append(await half(server))
         tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
     seconds, server_cpu, parent_cpu = (b - a for a, b in zip(before, after, strict=True))
     used = sum(events for _, events, _ in ended), server_cpu, fleet.worker_cpu
@@ -234,12 +246,14 @@ def print_cpu(used: Used, prototypes: Sequence[Used]) -> None:
             yard = sum(run[place] for run in prototypes) / events
             each = " and ".join(f"{run[place] / run[0] * 1000:.2f}" for run in prototypes)
             line += f"; of the prototype {each} ms, ratio {used[place] / used[0] / yard:.2f}"
+        elif who == "Workers":
+            line += ", the starts of new ones included"
         print(line.replace("nan", "n/a"))
 
 
 def report(fleet: Fleet, ended: Sequence[Ended], seconds: float) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
-    n, kills, events, world = len(ended), len(fleet.killed_at), sum(lengths), fleet.world
+    n, kills, events, world = len(ended), fleet.kills, sum(lengths), fleet.world
     refunds = [refund["metadata"]["case_id"] for refund in world.stripe.refunds.values()]
     cases = len(world.xmemory.tables["RefundCase"])  # by their key, the case id
     questions = [people.counted("customer") for people in fleet.people.values()]
@@ -264,14 +278,36 @@ def report(fleet: Fleet, ended: Sequence[Ended], seconds: float) -> int:
     return 0 if all(claims.values()) else 1
 
 
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def seconds(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise ValueError
+    return number
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--agents", type=at_least_one, default=200, help="how many; fewer than 100 "
+                        "say little about CPU")
+    parser.add_argument("--in-flight", type=at_least_one, default=50, help="how many at a time")
+    parser.add_argument("--workers", type=at_least_one, default=1, help="processes at a time")
+    parser.add_argument("--kill-every", type=seconds, nargs="?", const=1.0, metavar="SECONDS",
+                        help="how long after it is ready a Worker is SIGKILLed and replaced; "
+                        "1.0 without a number, and never without this option")
+    parser.add_argument("--default-sandbox", action="store_true",
+                        help="import the Workflow's file for every case, not once")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] in (["work"], ["prototype"]):
         asyncio.run((work if sys.argv[1] == "work" else work_prototype)(*sys.argv[2:]))
         sys.exit()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--agents", type=int, default=200)
-    parser.add_argument("--in-flight", type=int, default=50)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--kill-every", type=float, nargs="?", const=1.0, metavar="SECONDS")
-    parser.add_argument("--default-sandbox", action="store_true")
-    harness.run(partial(run, parser.parse_args()))
+    harness.run(partial(run, options()))

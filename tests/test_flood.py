@@ -109,7 +109,7 @@ async def test_every_accepted_message_is_accounted_for(
         became = await send_all(send, many)
         answering = asyncio.create_task(answer_in_the_end(latest, question))
         async with background(partial(desk.world.people.converse, latest)):
-            result = await worker.until(latest.result, 120, "the result")
+            result = await worker.until(latest.result, 300, "the result")
         answering.cancel()
     signals, longest = await signals_and_longest(desk, case)
     assert result.outcome == "refund succeeded" and set(became) <= {"accepted", LIMIT}

@@ -402,10 +402,12 @@ async def test_tracing_without_opentelemetry_says_what_to_install(
         recipe.traced("a Worker").__enter__()
 
 
-async def test_the_file_of_a_workflow_is_imported_once(server: Server) -> None:
-    queue = str(uuid.uuid4())
+async def test_the_file_of_a_workflow_is_imported_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, ours = str(uuid.uuid4()), id(Identity)
     await server.client()
-    client = await harness.connect(server.address, plugins=[recipe.ImportedOnce()])
+    monkeypatch.setenv("TEMPORAL_ADDRESS", str(server.address))
+    client = await recipe.connect("a Worker", Runtime.default(), [])
     async with Worker(client, task_queue=queue, workflows=[Identity]):
-        assert await client.execute_workflow(Identity.run, id=queue, task_queue=queue) == id(
-            Identity)
+        assert await client.execute_workflow(Identity.run, id=queue, task_queue=queue) == ours

@@ -284,13 +284,13 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def seconds(text: str) -> float:
+def positive(text: str) -> float:
     if not 0 < (number := float(text)) < math.inf:
         raise ValueError
     return number
 
 
-def options() -> argparse.Namespace:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -298,7 +298,7 @@ def options() -> argparse.Namespace:
                         "say little about CPU")
     parser.add_argument("--in-flight", type=at_least_one, default=50, help="how many at a time")
     parser.add_argument("--workers", type=at_least_one, default=1, help="processes at a time")
-    parser.add_argument("--kill-every", type=seconds, nargs="?", const=1.0, metavar="SECONDS",
+    parser.add_argument("--kill-every", type=positive, nargs="?", const=1.0, metavar="SECONDS",
                         help="how long after it is ready a Worker is SIGKILLed and replaced; "
                         "1.0 without a number, and never without this option")
     parser.add_argument("--default-sandbox", action="store_true",
@@ -310,4 +310,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] in (["work"], ["prototype"]):
         asyncio.run((work if sys.argv[1] == "work" else work_prototype)(*sys.argv[2:]))
         sys.exit()
-    harness.run(partial(run, options()))
+    harness.run(partial(run, parsed()))

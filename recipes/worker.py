@@ -70,7 +70,8 @@ class ImportedOnce(SimplePlugin):
     every case that is not in the Worker's cache, and keeps the copy: a quarter of its CPU. What the
     sandbox refuses, such as `time.time()` in the loop, is then for the tests to find, so they run
     without this. Cases share what such a file keeps at module level: keep nothing there. Goes
-    before plugins that wrap the runner; does nothing for Workflows in `__main__`."""
+    before plugins that wrap the runner; does nothing for Workflows in `__main__`, or in a Replayer.
+    """
 
     def __init__(self) -> None:
         super().__init__("refund_agent.ImportedOnce")

@@ -144,7 +144,7 @@ async def ended(server: Server, little_patience: None) -> dict[str, Ended]:
 
     resolved = await play_all(lambda row: row.outcome != HUMAN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refund_agent, "REFUND_PATIENCE", timedelta(seconds=2))
+        patch.setattr(refund_agent, "REFUND_PATIENCE", timedelta(seconds=1))
         return resolved | await play_all(lambda row: row.outcome == HUMAN)
 
 

@@ -18,6 +18,7 @@ from refund_agent import Answer, Case, Question, RefundAgent, Refused, send_answ
 
 NONSENSE = Answer("nonsense", "x")
 SENDERS = 100
+CATCH_UP_SECONDS = 300  # a busy machine may not read a flood within the SDK's two seconds at first
 TOO_LARGE = 2_100_000  # the server takes 2 MiB
 LIMIT = "exceeded workflow execution limit for signal events"  # the server's: 10,000 a run
 
@@ -109,7 +110,7 @@ async def test_every_accepted_message_is_accounted_for(
         became = await send_all(send, many)
         answering = asyncio.create_task(answer_in_the_end(latest, question))
         async with background(partial(desk.world.people.converse, latest)):
-            result = await worker.until(latest.result, 300, "the result")
+            result = await worker.until(latest.result, CATCH_UP_SECONDS, "the result")
         answering.cancel()
     signals, longest = await signals_and_longest(desk, case)
     assert result.outcome == "refund succeeded" and set(became) <= {"accepted", LIMIT}

@@ -1,72 +1,82 @@
 """An in-memory Stripe with the call shape of `stripe.StripeClient`: refunds and payment intents.
 
-The one rule: never more generous than Stripe. The refunds of a charge never exceed it, a key given
-twice moves money once, and a call without a key is a new request every time.
+The stand-in is never more generous than Stripe. An idempotency key that is sent twice makes one
+refund. A request without a key is a new request every time. The refunds of a charge never exceed
+its captured amount.
 
-Copied from the v1 API: the idempotency layer (order of checks, what is stored, what a replay looks
-like), the life of a refund, error classes with their attributes. Left out: everything else, also
-networking: whoever wants the ledger to outlive a killed process keeps this object in another one.
-The clock is `time.time()`, so a frozen clock is obeyed. Faults are driven from outside, with
-`fail_next`, `hold_next_create`, `settle` and the public attributes.
+It copies four things from Stripe's v1 API: the idempotency layer, the statuses of payments and
+refunds, the order of the checks, and the errors of the Python SDK. It knows only the parameters
+that a refund agent sends, and refuses all others. It has no network. To keep its records when an
+agent is killed, keep this object in another process.
 
-Source of the rules: Stripe's API reference (idempotent requests, errors, refunds), stripe-python 16
+Tests cause faults with `fail_next`, `hold_next_create`, `settle` and the public attributes. Keys
+expire by `time.time()`, so a frozen clock works.
+
+Sources: Stripe's API reference (idempotent requests, errors, refunds) and stripe-python 16.
 """
 
 import asyncio
-import copy
 import itertools
+import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-KEY_RETENTION_SECONDS = 24 * 60 * 60  # Stripe may prune a key after this; a pruned key runs as new
-MAX_KEY_LENGTH = 255
-DEFAULT_PAGE, MAX_PAGE = 10, 100  # objects in one answer of a list call
-REFUND_PARAMS = {"payment_intent", "charge", "amount", "reason", "metadata", "expand"}
-LIST_PARAMS = {"payment_intent", "charge", "limit", "starting_after"}
-REASONS = {"duplicate", "fraudulent", "requested_by_customer"}
-DEAD = {"failed", "canceled"}  # refunds that do not count against what is left of the charge
-IN_FRONT = {None, 401, 403, 409, 429}  # answered before the idempotency layer: nothing is stored
+KEY_RETENTION_SECONDS = 24 * 60 * 60  # Stripe may forget a key after a day; it is then a new key
 
-Params = Mapping[str, Any]
 Record = dict[str, Any]
-Effect = Callable[[], Record]
 
-# --- Errors: the SDK's class names and attributes ------------------------------------------------
+# --- Errors: the names and attributes of the SDK -------------------------------------------------
 
 
 class StripeError(Exception):
-    """Branch on `http_status` and `error.code`. `code` itself is None on most classes even when
-    `error.code` is set: that is the SDK's habit, kept here."""
+    """Callers should branch on `http_status` and `error.code`. As in the SDK, `code` is None on
+    most classes even if `error.code` is set."""
 
-    def __init__(self, message: str, http_status: int | None = None, type: str = "api_error",
-                 code: str | None = None, param: str | None = None, *,
-                 should_retry: bool = False, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        http_status: int | None = None,
+        type: str = "api_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.user_message, self.http_status, self.should_retry = message, http_status, should_retry
+        self.http_status = http_status
         self.error = SimpleNamespace(type=type, code=code, param=param, message=message)
         self.code: str | None = None
-        self.param: str | None = None
-        self.headers = dict(headers or {})
-        self.request_id: str | None = None
+        self.should_retry = isinstance(self, APIConnectionError)
 
 
 class APIError(StripeError): ...
+
+
 class APIConnectionError(StripeError): ...
+
+
 class AuthenticationError(StripeError): ...
+
+
 class PermissionError(StripeError): ...
+
+
 class RateLimitError(StripeError): ...
+
+
 class IdempotencyError(StripeError): ...
 
 
 class InvalidRequestError(StripeError):
-    def __init__(self, message: str, http_status: int = 400, type: str = "invalid_request_error",
-                 code: str | None = None, param: str | None = None, **more: Any) -> None:
-        super().__init__(message, http_status, type, code, param, **more)
+    def __init__(
+        self,
+        message: str,
+        http_status: int = 400,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, http_status, type, code, param)
         self.code, self.param = code, param
 
 
@@ -75,53 +85,46 @@ def rate_limited() -> StripeError:
 
 
 def server_error() -> StripeError:
-    return APIError("An unknown error occurred.", 500, headers={"Stripe-Should-Retry": "false"})
+    return APIError("An unknown error occurred.", 500)
 
 
 def connection_lost() -> StripeError:
-    return APIConnectionError("Could not communicate with Stripe.", None, should_retry=True)
+    return APIConnectionError("Could not communicate with Stripe.")
 
 
 def not_permitted() -> StripeError:
-    return PermissionError("This key does not have the required permissions for this endpoint.",
-                           403, "invalid_request_error")
+    return PermissionError("This key lacks a permission.", 403, "invalid_request_error")
 
 
 # --- What is kept --------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
-    """One line of the call ledger. `endpoint` is `refunds.create`, `payment_intents.retrieve`, …"""
+    """One request that arrived. `endpoint` is `refunds.create`, `payment_intents.retrieve`, ..."""
 
     endpoint: str
     idempotency_key: str | None
 
 
-@dataclass
-class _Stored:
-    """What a key is bound to. `outcome` is None while the first request is still running."""
-
-    path: str
-    params: Record
-    at: float
-    request_id: str
-    outcome: Record | StripeError | None = None
-
-
-class _Fault(NamedTuple):
+class Fault(NamedTuple):
     error: StripeError
-    acted: bool
+    acted: bool  # the request is carried out, and then answered with the error
+    stored: bool  # the error is stored for the key
+
+
+class Stored(NamedTuple):
+    """What Stripe remembers of a key: the first request and its answer."""
+
+    request: str
+    at: float
+    answer: Any
 
 
 # --- The service ---------------------------------------------------------------------------------
 
 
 class FakeStripe:
-    """Stands for an account, and for a client of it that uses `api_key`.
-
-    Only keys that start with `sk_test_` or `rk_test_` are accepted. That is the fake's own rule, so
-    that a live key that strays in here is refused at the first call.
-    """
+    """One Stripe account, and a client of it that uses `api_key`."""
 
     def __init__(self, api_key: str | None = "sk_test_fake") -> None:
         self.api_key = api_key
@@ -129,52 +132,93 @@ class FakeStripe:
         self.charges: dict[str, Record] = {}
         self.refunds: dict[str, Record] = {}
         self.calls: list[Call] = []
-        self.next_statuses: list[str] = []  # of the next refunds; then "succeeded"
-        self.answer_delay_seconds = 0.0  # between acting on a create and answering it
-        self._keys: dict[str, _Stored] = {}
-        self._faults: dict[str, list[_Fault]] = defaultdict(list)
+        self.next_statuses: list[str] = []  # of the next refunds; the others are "succeeded"
+        self.answer_delay_seconds = 0.0  # between making a refund and answering
+        self._stored: dict[str, Stored] = {}
+        self._running: set[str] = set()  # keys of requests that have not acted yet
+        self._faults: dict[str, list[Fault]] = defaultdict(list)
         self._hold, self._held, self._released = "", asyncio.Event(), asyncio.Event()
-        self._ids = itertools.count(1)
-        self.v1 = SimpleNamespace(refunds=_Refunds(self), payment_intents=_PaymentIntents(self))
+        self._numbers = itertools.count(1)
+        self.v1 = SimpleNamespace(
+            refunds=SimpleNamespace(
+                create_async=self._create_refund,
+                retrieve_async=self._retrieve_refund,
+                list_async=self._list_refunds,
+            ),
+            payment_intents=SimpleNamespace(retrieve_async=self._retrieve_payment),
+        )
 
-    def add_payment(self, amount: int, currency: str, *, status: str = "succeeded",
-                    refunded: int = 0) -> str:
-        """Put a card payment of `amount` minor units on the books; the id of its payment intent."""
-        paid, charge_id, id = status == "succeeded", self.new_id("ch"), self.new_id("pi")
-        common = {"amount": amount, "currency": currency, "created": int(time.time())}
-        charge = common | {
-            "id": charge_id, "object": "charge", "amount_captured": amount, "amount_refunded": 0,
-            "refunded": False, "disputed": False, "status": "succeeded", "payment_intent": id}
-        self.payments[id] = common | {
-            "id": id, "object": "payment_intent", "amount_received": amount if paid else 0,
-            "amount_capturable": 0, "status": status, "latest_charge": charge_id if paid else None,
-            "metadata": {}, "livemode": False}
-        self.charges[charge_id] = charge
+    # --- For tests: the books and the faults -----------------------------------------------------
+
+    def add_payment(
+        self,
+        amount: int,
+        currency: str,
+        *,
+        status: str = "succeeded",
+        captured: int | None = None,
+        refunded: int = 0,
+    ) -> str:
+        """Record a payment of `amount` in the smallest unit of the currency, with one charge.
+        Return the id of its payment intent. `captured` is less than `amount` for a partial
+        capture."""
+        # For each status of a payment: the status of its charge, `paid` and `captured`.
+        charge_status, paid, is_captured = {
+            "succeeded": ("succeeded", True, True),
+            "requires_capture": ("succeeded", True, False),  # a card was only authorized
+            "processing": ("pending", False, True),  # a bank debit that is not confirmed yet
+            "requires_payment_method": ("failed", False, False),  # a card was declined
+        }[status]
+        captured = (captured or amount) if is_captured else 0
+        common = {"amount": amount, "currency": currency}
+        intent, charge = self._new_id("pi"), self._new_id("ch")
+        self.payments[intent] = common | {
+            "id": intent,
+            "object": "payment_intent",
+            "amount_received": captured if paid else 0,
+            "amount_capturable": amount if status == "requires_capture" else 0,
+            "status": status,
+            "latest_charge": charge,
+            "metadata": {},
+        }
+        self.charges[charge] = common | {
+            "id": charge,
+            "object": "charge",
+            "payment_intent": intent,
+            "amount_captured": captured,
+            "status": charge_status,
+            "paid": paid,
+            "captured": is_captured,
+            "disputed": False,
+        }
         if refunded:
-            self.refund(charge, refunded, {}, None)
-        return id
+            self._add_refund(self.charges[charge], refunded, {}, "succeeded")
+        return intent
 
-    def settle(self, refund_id: str, status: str, failure_reason: str = "unknown") -> None:
-        """Let a refund move on, as banks do later: pending to succeeded, succeeded to failed."""
-        refund = self.refunds[refund_id]
-        if refund["status"] in DEAD:
-            raise ValueError("a refund that failed or was canceled stays so")
-        refund["status"] = status
-        refund.pop("pending_reason", None)
-        if status in DEAD:
-            refund |= {"failure_reason": failure_reason,
-                       "failure_balance_transaction": self.new_id("txn")}
-        self._recount(self.charges[refund["charge"]])
+    def settle(self, refund_id: str, status: str) -> None:
+        """Change the status of a refund, as a bank does later: pending to succeeded or failed,
+        but also succeeded to failed."""
+        if self.refunds[refund_id] not in self._live_refunds():
+            raise ValueError("A failed or canceled refund keeps its status.")
+        self.refunds[refund_id]["status"] = status
 
-    def fail_next(self, error: StripeError, *, times: int = 1, endpoint: str = "refunds.create",
-                  acted: bool = False) -> None:
-        """Answer the next `times` calls of `endpoint` with `error`. With `acted` the request is
-        carried out first: an answer that gets lost, or a 500 after the effect."""
-        self._faults[endpoint] += [_Fault(error, acted)] * times
+    def fail_next(
+        self,
+        error: StripeError,
+        *,
+        times: int = 1,
+        endpoint: str = "refunds.create",
+        acted: bool = False,
+    ) -> None:
+        """Answer the next `times` requests to `endpoint` with `error`. With `acted`, the refund is
+        made first: the answer is lost, or is a 500."""
+        # Stripe gives these answers outside the idempotency layer. None is a lost connection.
+        stored = error.http_status not in {None, 401, 403, 409, 429}
+        self._faults[endpoint] += [Fault(error, acted, stored)] * times
 
     def hold_next_create(self, where: str) -> asyncio.Event:
-        """Stop the next create `before` Stripe acts, or `after` that but before it answers, until
-        `release` is called. The event says that it is held."""
+        """Hold the next create until `release`: "before" the refund is made, or "after" that but
+        before the answer. The event is set once the request is held."""
         self._hold, self._held = where, asyncio.Event()
         self._released.clear()
         return self._held
@@ -183,99 +227,114 @@ class FakeStripe:
         self._released.set()
 
     def counts(self) -> Counter[str]:
-        """How often each endpoint was called."""
+        """The number of requests to each endpoint."""
         return Counter(call.endpoint for call in self.calls)
 
-    # --- one request, in Stripe's order of checks ------------------------------------------------
+    # --- What the client calls -------------------------------------------------------------------
 
-    async def post(self, endpoint: str, path: str, params: Params, options: Params | None,
-                   check: Callable[[], Effect]) -> SimpleNamespace:
-        """`check` validates and returns the effect. Its own refusals are not stored, the effect's
-        are."""
-        key = (options or {}).get("idempotency_key") or None
-        with self.received(endpoint, key) as request_id:
-            fault = self.take_fault(endpoint)
-            in_front = fault and fault.error.http_status in IN_FRONT
-            if fault and in_front and not fault.acted:
-                raise copy.copy(fault.error)
-            headers = {}
-            if stored := self._known(key, path, params):
-                headers = {"Idempotent-Replayed": "true"}
-            else:
-                effect = check()
-                stored = _Stored(path, copy.deepcopy(dict(params)), time.time(), request_id)
-                await self._act(stored, key, effect, fault)
-            if fault and in_front:
-                raise copy.copy(fault.error)
-            return self._answer(stored, request_id, key, headers)
+    async def _create_refund(self, params: Record, options: Record | None = None) -> Any:
+        """The checks come in Stripe's order: the API key, faults in front of the idempotency
+        layer, the idempotency key, the parameters, the charge."""
+        given_key = (options or {}).get("idempotency_key")
+        fault = self._receive("refunds.create", given_key)
+        if fault and not fault.stored and not fault.acted:
+            raise fault.error
+        # The SDK makes a random key for a request without one.
+        key = given_key or self._new_id("key")
+        request = json.dumps(params, sort_keys=True)
+        if (answer := self._find_answer(key, request)) is None:
+            self._check_parameters(params)
+            self._running.add(key)
+            try:
+                await self._pause("before")  # a request canceled here leaves no trace
+                answer = self._carry_out(params, fault)
+                self._stored[key] = Stored(request, time.time(), answer)
+            finally:
+                self._running.remove(key)
+            await asyncio.sleep(self.answer_delay_seconds)
+            await self._pause("after")
+        if fault and not fault.stored:
+            raise fault.error
+        if isinstance(answer, StripeError):
+            raise answer
+        return answer
 
-    async def _act(self, stored: _Stored, key: str | None, effect: Effect,
-                   fault: _Fault | None) -> None:
-        if key is not None:
-            self._keys[key] = stored
-        try:
-            await self._pause("before")
-            stored.outcome = self._outcome(effect, fault)
-        finally:
-            if stored.outcome is None:  # canceled before it acted: as if it had never come
-                self._keys.pop(key or "", None)
-        await asyncio.sleep(self.answer_delay_seconds)
-        await self._pause("after")
+    async def _retrieve_refund(self, refund: str) -> Any:
+        self._receive_read("refunds.retrieve")
+        return stripe_object(_find(self.refunds, refund, "id"))
 
-    @contextmanager
-    def received(self, endpoint: str, key: str | None = None) -> Iterator[str]:
-        """Count the call, check the API key, and give the request its id, also on a refusal."""
+    async def _list_refunds(self, params: Record) -> Any:
+        """A page of refunds, newest first."""
+        self._receive_read("refunds.list")
+        _refuse_unknown(params, {"payment_intent", "limit", "starting_after"})
+        payment, after = params.get("payment_intent"), params.get("starting_after")
+        matching = {
+            id: refund
+            for id, refund in reversed(self.refunds.items())
+            if payment in (None, refund["payment_intent"])
+        }
+        found = list(matching.values())
+        if after:
+            found = found[found.index(_find(matching, after, "starting_after")) + 1 :]
+        limit = min(params.get("limit", 10), 100)  # Stripe's default and maximum
+        page = {"object": "list", "url": "/v1/refunds", "data": found[:limit]}
+        return stripe_object(page | {"has_more": len(found) > limit})
+
+    async def _retrieve_payment(self, intent: str, params: Record | None = None) -> Any:
+        self._receive_read("payment_intents.retrieve")
+        payment = _find(self.payments, intent, "intent")
+        charge = self.charges.get(payment["latest_charge"])
+        if charge and "latest_charge" in (params or {}).get("expand", []):
+            refunds = [r for r in self.refunds.values() if r["charge"] == charge["id"]]
+            total = sum(r["amount"] for r in refunds if r["status"] == "succeeded")
+            totals = {"amount_refunded": total, "refunded": total == charge["amount"]}
+            payment = payment | {"latest_charge": charge | totals}
+        return stripe_object(payment)
+
+    # --- The steps of a request ------------------------------------------------------------------
+
+    def _receive(self, endpoint: str, key: str | None = None) -> Fault | None:
+        """Count the request and check the API key. Return the fault that waits for it."""
         self.calls.append(Call(endpoint, key))
-        request_id = self.new_id("req")
-        try:
-            self._authenticate()
-            yield request_id
-        except StripeError as error:
-            if error.http_status is not None and error.request_id is None:
-                error.request_id = error.headers["Request-Id"] = request_id
-            raise
-
-    def _authenticate(self) -> None:
+        # The stand-in's own rule: a live key that is used here by mistake is refused.
         if not (self.api_key or "").startswith(("sk_test_", "rk_test_")):
-            raise AuthenticationError("The Stripe stand-in takes only sk_test_... and rk_test_... "
-                                      "keys.", 401, "invalid_request_error")
-
-    def take_fault(self, endpoint: str) -> _Fault | None:
+            raise AuthenticationError("Use a test-mode key.", 401, "invalid_request_error")
         return self._faults[endpoint].pop(0) if self._faults[endpoint] else None
 
-    def _known(self, key: str | None, path: str, params: Params) -> _Stored | None:
-        if key is not None and len(key) > MAX_KEY_LENGTH:
-            raise InvalidRequestError("An idempotency key has 255 characters at most.")
-        stored = self._keys.get(key or "")
+    def _receive_read(self, endpoint: str) -> None:
+        """A read has no idempotency key, so an error is never stored."""
+        if fault := self._receive(endpoint):
+            raise fault.error
+
+    def _find_answer(self, key: str, request: str) -> Any:
+        """The stored answer of this key, or None if the key is new."""
+        if len(key) > 255:
+            raise InvalidRequestError("An idempotency key has at most 255 characters.")
+        if key in self._running:
+            raise APIError(
+                "Another request with this idempotency key is in progress.",
+                409,
+                "invalid_request_error",
+                "idempotency_key_in_use",
+            )
+        stored = self._stored.get(key)
         if stored is None or time.time() - stored.at >= KEY_RETENTION_SECONDS:
             return None
-        if stored.outcome is None:
-            raise APIError("Another request with this idempotency key is in progress.",
-                           409, "invalid_request_error", "idempotency_key_in_use")
-        if (stored.path, stored.params) != (path, dict(params)):
-            raise IdempotencyError("This idempotency key was first used with another endpoint or "
-                                   "with other parameters.", 400, "idempotency_error")
-        return stored
+        if stored.request != request:
+            raise IdempotencyError(
+                "This idempotency key was used with other parameters.", 400, "idempotency_error"
+            )
+        return stored.answer
 
-    def _outcome(self, effect: Effect, fault: _Fault | None) -> Record | StripeError:
-        if fault and not fault.acted:
-            return fault.error
-        try:
-            record = copy.deepcopy(effect())  # a replay does not show later changes
-        except InvalidRequestError as refused:
-            return refused
-        return fault.error if fault and fault.error.http_status not in IN_FRONT else record
-
-    def _answer(self, stored: _Stored, request_id: str, key: str | None,
-                headers: dict[str, str]) -> SimpleNamespace:
-        headers |= {"Request-Id": request_id}
-        if key is not None:
-            headers |= {"Idempotency-Key": key, "Original-Request": stored.request_id}
-        if isinstance(stored.outcome, StripeError):
-            error = copy.copy(stored.outcome)
-            error.headers, error.request_id = error.headers | headers, request_id
-            raise error
-        return stripe_object(stored.outcome or {}, headers)
+    def _check_parameters(self, params: Record) -> None:
+        """A request that is refused here leaves its idempotency key unused."""
+        _refuse_unknown(params, {"payment_intent", "amount", "metadata"})
+        _find(self.payments, params.get("payment_intent"), "payment_intent")
+        amount = params.get("amount")
+        if amount is not None and (type(amount) is not int or amount < 1):
+            raise InvalidRequestError(
+                f"Invalid integer: {amount}", code="parameter_invalid_integer", param="amount"
+            )
 
     async def _pause(self, where: str) -> None:
         if self._hold == where:
@@ -283,173 +342,76 @@ class FakeStripe:
             self._held.set()
             await self._released.wait()
 
-    # --- the effect ------------------------------------------------------------------------------
+    def _carry_out(self, params: Record, fault: Fault | None) -> Any:
+        """Make the refund. Return the answer that is stored for the key: a copy of the refund,
+        which does not change when the refund does, or an error."""
+        if fault and not fault.acted:
+            return fault.error
+        try:
+            answer = stripe_object(self._refund(params))
+        except InvalidRequestError as refused:
+            return refused
+        return fault.error if fault and fault.stored else answer
 
-    def refund(self, charge: Record | None, amount: int | None, metadata: Params,
-               reason: str | None) -> Record:
-        if charge is None:
+    def _refund(self, params: Record) -> Record:
+        charge = self.charges.get(self.payments[params["payment_intent"]]["latest_charge"])
+        if charge is None or charge["status"] != "succeeded" or not charge["captured"]:
             raise InvalidRequestError("This payment has no successful charge to refund.")
-        left = self._left(charge)
-        if left == 0:
-            raise InvalidRequestError("This charge was refunded.", code="charge_already_refunded")
+        live = [r["amount"] for r in self._live_refunds() if r["charge"] == charge["id"]]
+        remaining = charge["amount_captured"] - sum(live)
+        amount = params.get("amount") or remaining
+        if not remaining:
+            raise InvalidRequestError("It is already refunded.", code="charge_already_refunded")
         if charge["disputed"]:
-            raise InvalidRequestError("This charge was charged back.", code="charge_disputed")
-        if amount is not None and amount > left:
-            raise InvalidRequestError(f"{amount} is more than is left ({left}).", param="amount")
+            raise InvalidRequestError("The charge is disputed.", code="charge_disputed")
+        if amount > remaining:
+            raise InvalidRequestError(f"The charge has only {remaining} left.", param="amount")
         status = self.next_statuses.pop(0) if self.next_statuses else "succeeded"
-        refund: Record = {
-            "id": self.new_id("re"), "object": "refund", "amount": amount or left, "status": status,
-            "currency": charge["currency"], "charge": charge["id"], "reason": reason,
-            "payment_intent": charge["payment_intent"], "metadata": dict(metadata),
-            "created": int(time.time()), "balance_transaction": self.new_id("txn")}
-        if status == "pending":
-            refund["pending_reason"] = "processing"
+        return self._add_refund(charge, amount, params.get("metadata", {}), status)
+
+    def _live_refunds(self) -> list[Record]:
+        """The money of a failed or canceled refund returns, so it can be refunded again."""
+        return [r for r in self.refunds.values() if r["status"] not in ("failed", "canceled")]
+
+    def _add_refund(self, charge: Record, amount: int, metadata: Record, status: str) -> Record:
+        refund = {
+            "id": self._new_id("re"),
+            "object": "refund",
+            "payment_intent": charge["payment_intent"],
+            "charge": charge["id"],
+            "amount": amount,
+            "currency": charge["currency"],
+            "status": status,
+            "metadata": dict(metadata),
+            "created": int(time.time()),
+        }
         self.refunds[refund["id"]] = refund
-        if status in DEAD:
-            refund["status"] = "pending"
-            self.settle(refund["id"], status)
-        self._recount(charge)
         return refund
 
-    def _left(self, charge: Record) -> int:
-        mine = [r for r in self.refunds.values() if r["charge"] == charge["id"]]
-        left: int = charge["amount"] - sum(r["amount"] for r in mine if r["status"] not in DEAD)
-        return left
-
-    def _recount(self, charge: Record) -> None:
-        mine = [r for r in self.refunds.values() if r["charge"] == charge["id"]]
-        done = sum(refund["amount"] for refund in mine if refund["status"] == "succeeded")
-        charge |= {"amount_refunded": done, "refunded": done == charge["amount"]}
-
-    def new_id(self, prefix: str) -> str:
-        return f"{prefix}_{next(self._ids):06d}"
-
-
-class _Refunds:
-    def __init__(self, stripe: FakeStripe) -> None:
-        self._stripe = stripe
-
-    async def create_async(self, params: Params, options: Params | None = None) -> SimpleNamespace:
-        stripe = self._stripe
-
-        def check() -> Effect:
-            charge, (amount, reason) = self._charge(params), _checked(params)
-            return lambda: stripe.refund(charge, amount, params.get("metadata", {}), reason)
-
-        return await stripe.post("refunds.create", "/v1/refunds", params, options, check)
-
-    async def cancel_async(self, refund: str, params: Params | None = None,
-                           options: Params | None = None) -> SimpleNamespace:
-        stripe = self._stripe
-
-        def cancel() -> Record:
-            if stripe.refunds[refund]["status"] not in ("pending", "requires_action"):
-                raise InvalidRequestError("Only a refund that was not sent yet can be canceled.")
-            stripe.settle(refund, "canceled", "merchant_request")
-            return stripe.refunds[refund]
-
-        def check() -> Effect:
-            return cancel if refund in stripe.refunds else _missing("refund", "id")
-
-        path = f"/v1/refunds/{refund}/cancel"
-        return await stripe.post("refunds.cancel", path, params or {}, options, check)
-
-    async def retrieve_async(self, refund: str, params: Params | None = None,
-                             options: Params | None = None) -> SimpleNamespace:
-        with _get(self._stripe, "refunds.retrieve") as headers:
-            if refund not in self._stripe.refunds:
-                _missing("refund", "id")
-            return stripe_object(self._stripe.refunds[refund], headers)
-
-    async def list_async(self, params: Params | None = None,
-                         options: Params | None = None) -> SimpleNamespace:
-        """Newest first, a page at a time."""
-        wanted = dict(params or {})
-        limit = min(int(wanted.pop("limit", DEFAULT_PAGE)), MAX_PAGE)
-        after = wanted.pop("starting_after", None)
-        with _get(self._stripe, "refunds.list") as headers:
-            _only(LIST_PARAMS, wanted)
-            newest_first = list(reversed(self._stripe.refunds.values()))
-            found = [r for r in newest_first if all(r[name] == wanted[name] for name in wanted)]
-            ids = [r["id"] for r in found]
-            if after and after not in ids:
-                _missing("refund", "starting_after")
-            start = ids.index(after) + 1 if after else 0
-            page = {"object": "list", "url": "/v1/refunds", "data": found[start:start + limit]}
-            return stripe_object(page | {"has_more": len(found) > start + limit}, headers)
-
-    def _charge(self, params: Params) -> Record | None:
-        """The charge to refund, None if the payment has no successful one; or a refusal."""
-        stripe, intent, charge = self._stripe, params.get("payment_intent"), params.get("charge")
-        _only(REFUND_PARAMS, params)
-        if intent is None and charge is None:
-            raise InvalidRequestError("Give a payment_intent or a charge.")
-        if intent is not None:
-            if intent not in stripe.payments:
-                _missing("payment_intent", "payment_intent")
-            charge = stripe.payments[intent]["latest_charge"]
-        elif charge not in stripe.charges:
-            _missing("charge", "charge")
-        return stripe.charges[charge] if charge else None
-
-
-class _PaymentIntents:
-    def __init__(self, stripe: FakeStripe) -> None:
-        self._stripe = stripe
-
-    async def retrieve_async(self, intent: str, params: Params | None = None,
-                             options: Params | None = None) -> SimpleNamespace:
-        with _get(self._stripe, "payment_intents.retrieve") as headers:
-            if intent not in self._stripe.payments:
-                _missing("payment_intent", "intent")
-            record = dict(self._stripe.payments[intent])
-            if "latest_charge" in (params or {}).get("expand", ()) and record["latest_charge"]:
-                record["latest_charge"] = self._stripe.charges[record["latest_charge"]]
-            return stripe_object(record, headers)
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}_{next(self._numbers):06d}"
 
 
 # --- Small parts ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def _get(stripe: FakeStripe, endpoint: str) -> Iterator[dict[str, str]]:
-    """A read: counted and authenticated, never stored; a key given with it means nothing."""
-    with stripe.received(endpoint) as request_id:
-        if fault := stripe.take_fault(endpoint):
-            raise copy.copy(fault.error)
-        yield {"Request-Id": request_id}
+def stripe_object(value: Any) -> Any:
+    """A copy of a record as the SDK returns it: its fields are attributes."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{name: stripe_object(field) for name, field in value.items()})
+    if isinstance(value, list):
+        return [stripe_object(item) for item in value]
+    return value
 
 
-def _checked(params: Params) -> tuple[int | None, str | None]:
-    amount, reason = params.get("amount"), params.get("reason")
-    if amount is not None and (type(amount) is not int or amount < 1):
-        raise InvalidRequestError(f"Invalid integer: {amount}", code="parameter_invalid_integer",
-                                  param="amount")
-    if reason is not None and reason not in REASONS:
-        raise InvalidRequestError(f"Use one of {', '.join(sorted(REASONS))}", param="reason")
-    return amount, reason
+def _find(records: dict[str, Record], id: str | None, param: str) -> Record:
+    if id is None or id not in records:
+        raise InvalidRequestError(f"No such id: {id}", 404, code="resource_missing", param=param)
+    return records[id]
 
 
-def _only(known: set[str], params: Params) -> None:
+def _refuse_unknown(params: Record, known: set[str]) -> None:
     for name in params.keys() - known:
-        raise InvalidRequestError(f"Unknown parameter: {name}", code="parameter_unknown",
-                                  param=name)
-
-
-def _missing(what: str, param: str) -> NoReturn:
-    raise InvalidRequestError(f"No such {what}.", 404, code="resource_missing", param=param)
-
-
-def stripe_object(record: Record, headers: Mapping[str, str]) -> SimpleNamespace:
-    """A record as the SDK hands it out: attributes, a copy, and `last_response`."""
-    last_response = SimpleNamespace(
-        code=200, headers=dict(headers), request_id=headers.get("Request-Id"),
-        idempotency_key=headers.get("Idempotency-Key"))
-    return SimpleNamespace(last_response=last_response,
-                           **{name: _attributes(value) for name, value in record.items()})
-
-
-def _attributes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return SimpleNamespace(**{name: _attributes(inner) for name, inner in value.items()})
-    return [_attributes(inner) for inner in value] if isinstance(value, list) else value
+        raise InvalidRequestError(
+            f"Unknown parameter: {name}", code="parameter_unknown", param=name
+        )

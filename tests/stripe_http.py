@@ -7,13 +7,12 @@ only the recipe makes: to pay with a test card, and to list.
 import json
 import re
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from http_face import Answer, HttpFace, Request
 
-from fake_stripe import FakeStripe, InvalidRequestError, StripeError, stripe_object
+from fake_stripe import FakeStripe, InvalidRequestError, StripeError
 
 WHOLE = {"amount", "limit"}  # on the wire all is text; what is no whole number stays text
 NESTED = re.compile(r"(\w+)\[(\w+)\]")
@@ -25,68 +24,59 @@ class StripeFace(HttpFace):
     def __init__(self, fake: FakeStripe) -> None:
         super().__init__()
         self.fake = fake
+        self._paid: dict[Any, str] = {}  # payments made here, by account and idempotency key
 
     async def answer(self, request: Request) -> Answer | None:
-        echo = {"Stripe-Version": request.headers["stripe-version"]}
+        headers = {
+            "Stripe-Version": request.headers["stripe-version"],
+            "Request-Id": f"req_{len(self.requests)}",
+        }
         if request.method == "POST" and "idempotency-key" in request.headers:
-            echo["Idempotency-Key"] = request.headers["idempotency-key"]
+            headers["Idempotency-Key"] = request.headers["idempotency-key"]
         self.fake.api_key = request.headers.get("authorization", "").removeprefix("Bearer ")
         try:
-            found = await self._call(request)
-            return _json(200, echo | found.last_response.headers, vars(found))
+            return _json(200, headers, await self._call(request))
         except StripeError as error:
-            failed = error
-        if failed.http_status is None:
-            return None
-        shown = {name: value for name, value in vars(failed.error).items() if value is not None}
-        return _json(failed.http_status, echo | failed.headers, {"error": shown})
+            if error.http_status is None:
+                return None
+            shown = {name: value for name, value in vars(error.error).items() if value is not None}
+            return _json(error.http_status, headers, {"error": shown})
 
     async def _call(self, request: Request) -> Any:
         v1, params = self.fake.v1, _parameters(form(request))
-        options = {"idempotency_key": request.headers.get("idempotency-key")}
+        key = request.headers.get("idempotency-key")
         match request.method, *urlsplit(request.path).path.split("/")[2:]:
             case "POST", "refunds":
-                return await v1.refunds.create_async(params, options)
+                return await v1.refunds.create_async(params, {"idempotency_key": key})
             case "GET", "refunds":
-                return await v1.refunds.list_async(params, options)
+                return await v1.refunds.list_async(params)
             case "GET", "refunds", refund:
-                return await v1.refunds.retrieve_async(refund, params, options)
-            case "POST", "refunds", refund, "cancel":
-                return await v1.refunds.cancel_async(refund, params, options)
+                return await v1.refunds.retrieve_async(refund)
             case "GET", "payment_intents", intent:
-                return await v1.payment_intents.retrieve_async(intent, params, options)
+                return await v1.payment_intents.retrieve_async(intent, params)
             case "GET", "payment_intents":
-                return self._payments(params)
+                return await self._list_payments(params)
             case "POST", "payment_intents":
-                return await self._pay(params, options)
+                return self._pay(params, key)
         raise InvalidRequestError("Unrecognized request URL.", 404)
 
-    async def _pay(self, params: dict[str, Any], options: dict[str, Any]) -> Any:
-        def check() -> Any:
-            if params["payment_method"] != "pm_card_visa" or params["confirm"] != "true":
-                raise InvalidRequestError("This stand-in knows one card, paid with at once.")
-            return pay
-
-        def pay() -> dict[str, Any]:
+    def _pay(self, params: dict[str, Any], key: str | None) -> Any:
+        if params["payment_method"] != "pm_card_visa" or params["confirm"] != "true":
+            raise InvalidRequestError("This stand-in knows one card, paid with at once.")
+        if (self.fake, key) not in self._paid:
             intent = self.fake.add_payment(params["amount"], params["currency"])
             self.fake.payments[intent]["metadata"] = params["metadata"]
-            return self.fake.payments[intent]
+            self._paid[self.fake, key] = intent
+        return self.fake.payments[self._paid[self.fake, key]]
 
-        return await self.fake.post(
-            "payment_intents.create", "/v1/payment_intents", params, options, check)
-
-    def _payments(self, params: dict[str, Any]) -> Any:
-        with self.fake.received("payment_intents.list") as request_id:
-            found = [dict(each) for each in reversed(self.fake.payments.values())]
-            if after := params.get("starting_after"):
-                found = found[[each["id"] for each in found].index(after) + 1:]
-            if params.get("expand") == ["data.latest_charge"]:
-                for each in found:
-                    each["latest_charge"] = self.fake.charges.get(each["latest_charge"])
-            limit = params.get("limit", 10)
-            page = {"object": "list", "url": "/v1/payment_intents", "data": found[:limit],
-                    "has_more": len(found) > limit}
-            return stripe_object(page, {"Request-Id": request_id})
+    async def _list_payments(self, params: dict[str, Any]) -> Any:
+        ids = list(reversed(self.fake.payments))
+        if after := params.get("starting_after"):
+            ids = ids[ids.index(after) + 1:]
+        shown, limit = {"expand": ["latest_charge"]}, params.get("limit", 10)
+        retrieve = self.fake.v1.payment_intents.retrieve_async
+        return {"object": "list", "url": "/v1/payment_intents", "has_more": len(ids) > limit,
+                "data": [await retrieve(id, shown) for id in ids[:limit]]}
 
 
 def form(request: Request) -> str:
@@ -110,9 +100,5 @@ def _parameters(sent: str) -> dict[str, Any]:
     return params
 
 
-def _json(status: int, headers: Mapping[str, str], shown: Mapping[str, Any]) -> Answer:
-    def plain(value: SimpleNamespace) -> dict[str, Any]:
-        return vars(value)
-
-    body = {name: value for name, value in shown.items() if name != "last_response"}
-    return Answer(status, json.dumps(body, default=plain).encode(), headers)
+def _json(status: int, headers: Mapping[str, str], shown: Any) -> Answer:
+    return Answer(status, json.dumps(shown, default=vars).encode(), headers)

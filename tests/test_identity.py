@@ -95,7 +95,7 @@ def hide_refunds(desk: Desk, patch: pytest.MonkeyPatch) -> None:
     """The look-up finds nothing, so that only the key is left."""
 
     async def nothing(query: Any) -> Any:
-        return fake_stripe.stripe_object({"data": [], "has_more": False}, {})
+        return fake_stripe.stripe_object({"data": [], "has_more": False})
 
     patch.setattr(desk.world.stripe.v1.refunds, "list_async", nothing)
 

@@ -61,7 +61,7 @@ class Blind:
         self.create_async = stripe.v1.refunds.create_async
 
     async def list_async(self, query: Any) -> Any:
-        return fake_stripe.stripe_object({"data": [], "has_more": False}, {})
+        return fake_stripe.stripe_object({"data": [], "has_more": False})
 
 
 async def test_the_key_alone_makes_it_one_refund(stripe: FakeStripe, order: RefundOrder) -> None:
@@ -122,8 +122,8 @@ async def test_the_request_is_a_function_of_the_case_alone(
     assert len(stripe.refunds) == 1
 
 
-def error(status: int, code: str | None = None, **more: Any) -> fake_stripe.StripeError:
-    return fake_stripe.StripeError("secret text", status, "invalid_request_error", code, **more)
+def error(status: int, code: str | None = None) -> fake_stripe.StripeError:
+    return fake_stripe.StripeError("secret text", status, "invalid_request_error", code)
 
 
 FAILURES = [
@@ -136,7 +136,6 @@ FAILURES = [
     (error(503), "StripeServerError", True),
     (error(400), "StripeRefused", False),
     (error(402, "card_declined"), "StripeRefused", False),
-    (error(400, headers={"Stripe-Should-Retry": "true"}), "StripeRefused", True),
     (error(200), "StripeUnreadable", True),
     (error(408), "StripeUnreachable", True),
     (fake_stripe.AuthenticationError("no key"), "StripeNotAsked", False),

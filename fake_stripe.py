@@ -16,6 +16,7 @@ Sources: Stripe's API reference (idempotent requests, errors, refunds) and strip
 """
 
 import asyncio
+import copy
 import itertools
 import json
 import time
@@ -159,9 +160,8 @@ class FakeStripe:
         captured: int | None = None,
         refunded: int = 0,
     ) -> str:
-        """Record a payment of `amount` in the smallest unit of the currency, with one charge.
-        Return the id of its payment intent. `captured` is less than `amount` for a partial
-        capture."""
+        """Record a payment with one charge. Amounts are in the smallest unit of the currency.
+        Give `captured` if less than `amount` was captured. Return the payment intent's id."""
         # For each status of a payment: the status of its charge, `paid` and `captured`.
         charge_status, paid, is_captured = {
             "succeeded": ("succeeded", True, True),
@@ -238,7 +238,7 @@ class FakeStripe:
         given_key = (options or {}).get("idempotency_key")
         fault = self._receive("refunds.create", given_key)
         if fault and not fault.stored and not fault.acted:
-            raise fault.error
+            raise copy.copy(fault.error)
         # The SDK makes a random key for a request without one.
         key = given_key or self._new_id("key")
         request = json.dumps(params, sort_keys=True)
@@ -254,9 +254,9 @@ class FakeStripe:
             await asyncio.sleep(self.answer_delay_seconds)
             await self._pause("after")
         if fault and not fault.stored:
-            raise fault.error
+            answer = fault.error
         if isinstance(answer, StripeError):
-            raise answer
+            raise copy.copy(answer)  # a copy, because an exception grows each time it is raised
         return answer
 
     async def _retrieve_refund(self, refund: str) -> Any:
@@ -304,7 +304,7 @@ class FakeStripe:
     def _receive_read(self, endpoint: str) -> None:
         """A read has no idempotency key, so an error is never stored."""
         if fault := self._receive(endpoint):
-            raise fault.error
+            raise copy.copy(fault.error)
 
     def _find_answer(self, key: str, request: str) -> Any:
         """The stored answer of this key, or None if the key is new."""

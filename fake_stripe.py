@@ -138,7 +138,8 @@ class FakeStripe:
         self._stored: dict[str, Stored] = {}
         self._running: set[str] = set()  # keys of requests that have not acted yet
         self._faults: dict[str, list[Fault]] = defaultdict(list)
-        self._hold, self._held, self._released = "", asyncio.Event(), asyncio.Event()
+        self._holds: dict[str, asyncio.Event] = {}
+        self._released = asyncio.Event()
         self._numbers = itertools.count(1)
         self.v1 = SimpleNamespace(
             refunds=SimpleNamespace(
@@ -149,7 +150,7 @@ class FakeStripe:
             payment_intents=SimpleNamespace(retrieve_async=self._retrieve_payment),
         )
 
-    # --- For tests: the books and the faults -----------------------------------------------------
+    # --- For tests: records and faults -----------------------------------------------------------
 
     def add_payment(
         self,
@@ -212,16 +213,17 @@ class FakeStripe:
     ) -> None:
         """Answer the next `times` requests to `endpoint` with `error`. With `acted`, the refund is
         made first: the answer is lost, or is a 500."""
-        # Stripe gives these answers outside the idempotency layer. None is a lost connection.
-        stored = error.http_status not in {None, 401, 403, 409, 429}
+        # These answers come from in front of the idempotency layer: Stripe's access checks and
+        # limits, a proxy (408), or a lost connection (None).
+        stored = error.http_status not in {None, 401, 403, 408, 409, 429}
         self._faults[endpoint] += [Fault(error, acted, stored)] * times
 
     def hold_next_create(self, where: str) -> asyncio.Event:
         """Hold the next create until `release`: "before" the refund is made, or "after" that but
         before the answer. The event is set once the request is held."""
-        self._hold, self._held = where, asyncio.Event()
         self._released.clear()
-        return self._held
+        self._holds[where] = held = asyncio.Event()
+        return held
 
     def release(self) -> None:
         self._released.set()
@@ -234,12 +236,13 @@ class FakeStripe:
 
     async def _create_refund(self, params: Record, options: Record | None = None) -> Any:
         """The checks come in Stripe's order: the API key, faults in front of the idempotency
-        layer, the idempotency key, the parameters, the charge."""
+        layer, the idempotency key, the parameters, the charge. A refusal by the charge is stored
+        for the key; the refusals before it are not."""
         given_key = (options or {}).get("idempotency_key")
         fault = self._receive("refunds.create", given_key)
         if fault and not fault.stored and not fault.acted:
             raise copy.copy(fault.error)
-        # The SDK makes a random key for a request without one.
+        # The SDK sends a random key if the caller gives none.
         key = given_key or self._new_id("key")
         request = json.dumps(params, sort_keys=True)
         if (answer := self._find_answer(key, request)) is None:
@@ -254,7 +257,7 @@ class FakeStripe:
             await asyncio.sleep(self.answer_delay_seconds)
             await self._pause("after")
         if fault and not fault.stored:
-            answer = fault.error
+            answer = fault.error  # the caller does not see the answer, but it is stored
         if isinstance(answer, StripeError):
             raise copy.copy(answer)  # a copy, because an exception grows each time it is raised
         return answer
@@ -268,17 +271,13 @@ class FakeStripe:
         self._receive_read("refunds.list")
         _refuse_unknown(params, {"payment_intent", "limit", "starting_after"})
         payment, after = params.get("payment_intent"), params.get("starting_after")
-        matching = {
-            id: refund
-            for id, refund in reversed(self.refunds.items())
-            if payment in (None, refund["payment_intent"])
-        }
-        found = list(matching.values())
+        newest_first = reversed(self.refunds.values())
+        found = [r for r in newest_first if payment in (None, r["payment_intent"])]
         if after:
-            found = found[found.index(_find(matching, after, "starting_after")) + 1 :]
+            found = found[found.index(_find(self.refunds, after, "starting_after")) + 1 :]
         limit = min(params.get("limit", 10), 100)  # Stripe's default and maximum
-        page = {"object": "list", "url": "/v1/refunds", "data": found[:limit]}
-        return stripe_object(page | {"has_more": len(found) > limit})
+        page = {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+        return stripe_object(page)
 
     async def _retrieve_payment(self, intent: str, params: Record | None = None) -> Any:
         self._receive_read("payment_intents.retrieve")
@@ -337,9 +336,8 @@ class FakeStripe:
             )
 
     async def _pause(self, where: str) -> None:
-        if self._hold == where:
-            self._hold = ""
-            self._held.set()
+        if held := self._holds.pop(where, None):
+            held.set()
             await self._released.wait()
 
     def _carry_out(self, params: Record, fault: Fault | None) -> Any:
@@ -404,8 +402,8 @@ def stripe_object(value: Any) -> Any:
     return value
 
 
-def _find(records: dict[str, Record], id: str | None, param: str) -> Record:
-    if id is None or id not in records:
+def _find(records: dict[str, Record], id: Any, param: str) -> Record:
+    if id not in records:
         raise InvalidRequestError(f"No such id: {id}", 404, code="resource_missing", param=param)
     return records[id]
 

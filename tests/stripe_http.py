@@ -72,11 +72,15 @@ class StripeFace(HttpFace):
     async def _list_payments(self, params: dict[str, Any]) -> Any:
         ids = list(reversed(self.fake.payments))
         if after := params.get("starting_after"):
-            ids = ids[ids.index(after) + 1:]
+            ids = ids[ids.index(after) + 1 :]
         shown, limit = {"expand": ["latest_charge"]}, params.get("limit", 10)
         retrieve = self.fake.v1.payment_intents.retrieve_async
-        return {"object": "list", "url": "/v1/payment_intents", "has_more": len(ids) > limit,
-                "data": [await retrieve(id, shown) for id in ids[:limit]]}
+        return {
+            "object": "list",
+            "url": "/v1/payment_intents",
+            "has_more": len(ids) > limit,
+            "data": [await retrieve(id, shown) for id in ids[:limit]],
+        }
 
 
 def form(request: Request) -> str:

@@ -151,8 +151,8 @@ async def test_a_refund_moves_on_but_its_replay_does_not(stripe: FakeStripe) -> 
 
 async def test_a_list_is_paged_newest_first(stripe: FakeStripe) -> None:
     stripe.add_payment(5000, "usd", refunded=100)
-    intent = stripe.add_payment(5000, "usd")
-    made = [(await refund(stripe, key=None)).id for _ in range(3)]
+    intent = stripe.add_payment(6000, "usd")
+    made = [(await refund(stripe, key=None)).id for _ in range(4)]
     query = {"payment_intent": intent, "limit": 2}
     first = await stripe.v1.refunds.list_async(query)
     rest = await stripe.v1.refunds.list_async(query | {"starting_after": first.data[-1].id})

@@ -235,10 +235,14 @@ class FakeStripe:
     # --- What the client calls -------------------------------------------------------------------
 
     async def _create_refund(self, params: Record, options: Record | None = None) -> Any:
+        """A request that has arrived is carried out even if its caller hangs up."""
+        return await asyncio.shield(self._carry_out_create(params, options or {}))
+
+    async def _carry_out_create(self, params: Record, options: Record) -> Any:
         """The checks come in Stripe's order: the API key, faults in front of the idempotency
         layer, the idempotency key, the parameters, the charge. A refusal by the charge is stored
         for the key; the refusals before it are not."""
-        given_key = (options or {}).get("idempotency_key")
+        given_key = options.get("idempotency_key")
         fault = self._receive("refunds.create", given_key)
         if fault and not fault.stored and not fault.acted:
             raise copy.copy(fault.error)
@@ -249,7 +253,7 @@ class FakeStripe:
             self._check_parameters(params)
             self._running.add(key)
             try:
-                await self._pause("before")  # a request canceled here leaves no trace
+                await self._pause("before")
                 answer = self._carry_out(params, fault)
                 self._stored[key] = Stored(request, time.time(), answer)
             finally:

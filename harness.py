@@ -26,7 +26,6 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -51,6 +50,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from temporalio import activity
 from temporalio.client import Client
 from temporalio.envconfig import ClientConfig, ClientConfigProfile
+from temporalio.exceptions import ApplicationError
 from temporalio.plugin import SimplePlugin
 from temporalio.service import RPCError
 from temporalio.worker import (
@@ -72,7 +72,6 @@ from fake_xmemory import FakeXmemory
 from refund_agent import (
     Answer,
     Case,
-    CaseKey,
     Known,
     Question,
     RefundActivities,
@@ -85,13 +84,16 @@ CONNECT_SECONDS = 8.0  # to reach a Temporal server; a person waits no longer fo
 SERVER_SECONDS = 20.0  # for our own dev server to come up on a busy machine
 POLL_SECONDS = 0.03  # how often the parent looks whether something is there yet
 END_SECONDS = 3.0  # for a child to end by itself once its standard input has closed
-TASK_TIMEOUT = timedelta(seconds=2)  # a Workflow Task in the hands of a dead Worker comes back
 QUERY_TIMEOUT = timedelta(seconds=5)  # a Worker that is busy replaying answers a Query late
 DAY_SECONDS = 24 * 60 * 60
 LAST_LINES = 15  # of a failed child's output
 MAX_LINE = 1 << 20  # bytes of one message on the loopback socket
-# A stock dev server rounds a wait of less than a second up to one. Only speed depends on this.
-FAST_TIMERS = 'history.timerProcessorMaxTimeShift="10ms"'
+# A stock dev server rounds a wait of less than a second up to one. It leaves a Workflow Task with a
+# dead Worker for ten seconds. Only speed depends on this.
+FAST_TIMERS = (
+    'history.timerProcessorMaxTimeShift="10ms"',
+    'history.defaultWorkflowTaskTimeout="2s"',
+)
 
 T = TypeVar("T")
 
@@ -331,8 +333,8 @@ class Policy:
     def __init__(self) -> None:
         self.decisions: list[refund_agent.Step] = []
 
-    async def decide(self, request: RefundRequest, known: Known) -> object:
-        step = refund_agent.decide(request, known)
+    async def decide(self, known: Known) -> object:
+        step = refund_agent.decide(known)
         self.decisions.append(step)
         return step
 
@@ -343,6 +345,12 @@ async def open_question(case: Case) -> Question | None:
         with suppress(RPCError):
             return (await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)).question
         await anyio.sleep(POLL_SECONDS)
+
+
+def waits_for_a_person(event: Any) -> bool:
+    """The loop starts a timer of a day or more for nothing else."""
+    timer = event.timer_started_event_attributes.start_to_fire_timeout
+    return bool(timer.ToSeconds() > 1)
 
 
 Reply = Callable[[Question], Awaitable[Answer]]
@@ -374,14 +382,13 @@ class People:
 
     async def converse(self, case: Case) -> None:
         """How people meet a Workflow: whenever it starts to wait, look at its progress and answer
-        what is open. Watching Event History for that costs the Worker nothing, unlike polling; the
-        loop starts a timer for nothing else."""
+        what is open. Watching Event History for that costs the Worker nothing, unlike polling."""
         another_run = True
         while another_run:
             async for event in case.fetch_history_events(wait_new_event=True):
                 kind = event.WhichOneof("attributes")
                 another_run = kind == "workflow_execution_continued_as_new_event_attributes"
-                if kind != "timer_started_event_attributes":
+                if not waits_for_a_person(event):
                     continue
                 question = await open_question(case)
                 if self.look_at(question) and question:
@@ -425,7 +432,7 @@ class World:
 
     def __init__(self, fixtures: Sequence[Fixture], reply: Reply, on_call: Observer) -> None:
         self.stripe, self.shop, self.decider = FakeStripe(), Shop(), Policy()
-        self.xmemory = FakeXmemory({"Customer": ["customer_id"], "RefundCase": ["case_id"]})
+        self.xmemory = FakeXmemory({"Customer": ["customer_id"]})
         self.people, self.gate, self.on_call = People(reply), Gate(), on_call
         self.result: RefundResult | None = None
         self.ended, self.ended_at = asyncio.Event(), 0.0
@@ -436,19 +443,20 @@ class World:
     def _add(self, fixture: Fixture) -> None:
         customer = fixture.customer_id
         self.shop.orders[fixture.order_id, 1] = SimpleNamespace(
+            order_id=fixture.order_id,
             customer_id=customer,
             item=fixture.item,
-            amount=fixture.amount,
+            price=fixture.amount,
+            currency=fixture.currency,
             payment_intent=self.stripe.add_payment(
                 fixture.paid, fixture.currency, refunded=fixture.refunded
             ),
             purchased_at=time.time() - fixture.days_ago * DAY_SECONDS,
         )
-        self.shop.histories[customer] = SimpleNamespace(
-            earlier_refunds=fixture.earlier_refunds
-        )
+        self.shop.histories[customer] = SimpleNamespace(earlier_refunds=fixture.earlier_refunds)
         cases = [
-            f"order {number + 1:04d}: refund succeeded" for number in range(fixture.earlier_refunds)
+            f"order {number + 1:04d} line 1: refund succeeded"
+            for number in range(fixture.earlier_refunds)
         ]
         self.xmemory.put("Customer", {"customer_id": customer, "past_cases": "\n".join(cases)})
 
@@ -480,16 +488,18 @@ class World:
         found = self.shop.orders.get((order_id, 1))
         return found.payment_intent if found else None
 
-    def refunds_of(self, case_id: str) -> int:
-        """How many refunds Stripe made for this case."""
+    def refunds_of(self, request: RefundRequest) -> int:
+        """How many refunds Stripe made for this order line."""
         refunds = self.stripe.refunds.values()
-        return sum(refund["metadata"].get("case_id") == case_id for refund in refunds)
+        return sum(refund["metadata"].get("order_line") == request.name for refund in refunds)
 
-    def remembered(self, case_id: str) -> int:
-        """How many records long-term memory holds of this case."""
+    def remembered(self, request: RefundRequest) -> int:
+        """How many lines the customer's record in long-term memory has for this order line."""
         self.xmemory.apply_due()
-        rows = self.xmemory.tables["RefundCase"].values()
-        return sum(row["case_id"] == case_id for row in rows)
+        records = self.xmemory.tables["Customer"].values()
+        record = next((r for r in records if r["customer_id"] == request.customer_id), {})
+        start = f"order {request.order_id} line {request.line}: "
+        return sum(case.startswith(start) for case in record.get("past_cases", "").splitlines())
 
 
 @dataclass(frozen=True)
@@ -511,7 +521,7 @@ class Tally:
     kill_to_end: float
 
 
-def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
+def tally(world: World, request: RefundRequest, killed_at: float = 0.0) -> Tally:
     calls, memory_calls = world.stripe.counts(), world.xmemory.counts()
     since = [(at - killed_at, point) for at, point in world.gate.reached if at > killed_at]
     return Tally(
@@ -523,8 +533,8 @@ def tally(world: World, case_id: str, killed_at: float = 0.0) -> Tally:
         writes=memory_calls["write_async"],
         stripe_calls=sum(calls.values()),
         refund_requests=calls["refunds.create"],
-        refunds=world.refunds_of(case_id),
-        remembered=world.remembered(case_id),
+        refunds=world.refunds_of(request),
+        remembered=world.remembered(request),
         kill_to_progress=next((after for after, _ in since), None),
         kill_to_refund=next((after for after, at in since if at == "after issue_refund"), None),
         kill_to_end=world.ended_at - killed_at,
@@ -570,7 +580,8 @@ class Child:
         dead = asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait(
-                [waiting, dead], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                [waiting, dead], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if waiting.done():
                 return waiting.result()
             late = f"did not come to {what} within {seconds:.0f} seconds"
@@ -701,52 +712,56 @@ async def no_open_run(client: Client, case_id: str, world: World) -> AsyncIterat
                 await case.terminate("the demo ended first", rpc_timeout=QUERY_TIMEOUT)
 
 
+async def announced(gate: Any, name: str, step: Awaitable[T]) -> T:
+    await gate.reach(f"before {name}")
+    result = await step
+    await gate.reach(f"after {name}")
+    return result
+
+
+@dataclass(kw_only=True)
+class PlainMemory(xmemory.WorkflowMemory):
+    """The memory handle in a plain process: it awaits the Activities directly."""
+
+    activities: xmemory.MemoryActivities
+    gate: Any
+
+    async def run_activity(self, step: Any, input: Any, **_: Any) -> Any:
+        name = getattr(step, "__temporal_activity_definition").name
+        while True:
+            try:
+                return await announced(self.gate, name, step(self.activities, input))
+            except ApplicationError as failed:
+                if failed.type != "XmemoryWritePending":
+                    raise
+            await anyio.sleep(POLL_SECONDS)
+
+
 class PlainRuntime:
     """The loop's runtime in a plain process: await the steps. There is no retry and no record."""
 
     def __init__(self, remote: Any) -> None:
+        self.started_at = time.time()
+        self.memory: xmemory.WorkflowMemory = PlainMemory(
+            activities=xmemory.MemoryActivities(remote.xmemory), gate=remote.gate
+        )
         self._people, self._gate = remote.people, remote.gate
-        self._memory = xmemory.MemoryActivities(remote.xmemory)
         self._steps = RefundActivities(
-            stripe=remote.stripe, shop=remote.shop, decider=remote.decider
+            stripe=remote.stripe, shop=remote.shop, decide=remote.decider.decide
         )
 
-    def now(self) -> float:
-        return time.time()
-
     async def act(self, step: Callable[[Any, Any], Awaitable[T]], argument: Any) -> T:
-        return await self._step(step.__name__, step(self._steps, argument))
+        return await announced(self._gate, step.__name__, step(self._steps, argument))
 
-    async def ask(self, question: Question, known: Known) -> Answer | None:
+    async def ask(self, question: Question) -> Answer | None:
         answer = await self._people.ask(question)
         return answer if isinstance(answer, Answer) else None
 
-    async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
-        wanted = xmemory.ReadInput(
-            query, xmemory.to_json({"read_mode": "raw-tables", "scope": scope}))
-        return await self._step("xmemory_read", self._memory.read(wanted))
+    def tell(self, result: RefundResult) -> None:
+        self.told = result
 
-    async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None:
-        options = xmemory.to_json({"structured_mutations": list(mutations)})
-        wanted = self._memory.write_async(xmemory.WriteInput(options_json=options))
-        queued = await self._step("xmemory_write_async", wanted)
-        wait = xmemory.WaitInput(queued.write_id, xmemory.MAX_WAIT.total_seconds(), options)
-        while queued.write_id:
-            try:
-                step = self._memory.wait_for_write(wait)
-                await self._step("xmemory_wait_for_write", step)
-                return
-            except refund_agent.StepFailed as failed:
-                if failed.type != xmemory.WRITE_PENDING.type:
-                    raise
-            await anyio.sleep(POLL_SECONDS)
-
-    async def _step(self, name: str, step: Awaitable[T]) -> T:
-        await self._gate.reach(f"before {name}")
-        with refund_agent.one_error():
-            result = await step
-        await self._gate.reach(f"after {name}")
-        return result
+    async def next_day(self) -> bool:
+        return False
 
 
 class GateInterceptor(Interceptor):
@@ -807,14 +822,18 @@ class AnnouncedTasks(WorkflowRunner):
 # that is given no version makes one of all code that was ever imported: 0.2 seconds of its start.
 # And who ends a test or the demo has no time to drain its Workers.
 VERSION = WorkerDeploymentConfig(
-    version=WorkerDeploymentVersion("refund-agent", "harness"), use_worker_versioning=False)
+    version=WorkerDeploymentVersion("refund-agent", "harness"), use_worker_versioning=False
+)
 STICKY = timedelta(seconds=0.2)  # how long a Workflow Task waits for a Worker that was killed
 WORKERS = {
     "demo": WorkerConfig(
-        deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0),
-        sticky_queue_schedule_to_start_timeout=STICKY),
+        deployment_config=VERSION,
+        graceful_shutdown_timeout=timedelta(0),
+        sticky_queue_schedule_to_start_timeout=STICKY,
+    ),
     "replaying": WorkerConfig(
-        deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0), max_cached_workflows=0),
+        deployment_config=VERSION, graceful_shutdown_timeout=timedelta(0), max_cached_workflows=0
+    ),
     "stock": WorkerConfig(),
 }
 
@@ -826,7 +845,8 @@ class HarnessPlugin(SimplePlugin):
         super().__init__(
             "harness",
             interceptors=[GateInterceptor(gate)] if gate else [],
-            workflow_runner=partial(AnnouncedTasks, gate) if gate else None)
+            workflow_runner=partial(AnnouncedTasks, gate) if gate else None,
+        )
         self.options = WORKERS[worker]
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
@@ -839,19 +859,15 @@ async def plain(remote: Any, job: Mapping[str, Any]) -> None:
     if intent := job["intent"]:
         await remote.stripe.v1.payment_intents.retrieve_async(intent)
         await remote.stripe.v1.refunds.list_async({"payment_intent": intent})
-    # The case id follows from the order, so it is the same again. The id of the first run was known
-    # to that run alone.
-    key = CaseKey(job["case_id"], str(uuid.uuid4()))
-    result = await refund_agent.run_agent(request, key, PlainRuntime(remote))
+    result = await refund_agent.run_agent(request, PlainRuntime(remote))
     await remote.world.end(result)
 
 
 async def worker(remote: Any, job: Mapping[str, Any]) -> None:
     plugin = HarnessPlugin(job["worker"], remote.gate)
     client = await connect(job["temporal"], plugins=[plugin])
-    await refund_agent.run_until_stopped(refund_agent.build_worker(
-        client, job["task_queue"], stripe=remote.stripe, shop=remote.shop, decider=remote.decider,
-        memory=remote.xmemory))
+    steps = RefundActivities(stripe=remote.stripe, shop=remote.shop, decide=remote.decider.decide)
+    await refund_agent.build_worker(client, job["task_queue"], steps, remote.xmemory).run()
 
 
 # --- The Temporal server -------------------------------------------------------------------------
@@ -938,7 +954,7 @@ threading.Event().wait()
 
 @asynccontextmanager
 async def dev_server(
-    *, ui: bool = False, config: Sequence[str] = (FAST_TIMERS,)
+    *, ui: bool = False, config: Sequence[str] = FAST_TIMERS
 ) -> AsyncIterator[Server]:
     """A Temporal dev server of our own, in memory, on free loopback ports. `config` is its dynamic
     configuration, `key=value` each; empty makes it a stock server."""
@@ -964,8 +980,11 @@ async def _downloaded_server(ui_port: int | None, settings: list[str]) -> AsyncI
     try:
         with quiet_stdout():  # the server inherits it, and greets
             environment = await WorkflowEnvironment.start_local(
-                ui=ui_port is not None, ui_port=ui_port, dev_server_log_level="error",
-                dev_server_extra_args=settings)
+                ui=ui_port is not None,
+                ui_port=ui_port,
+                dev_server_log_level="error",
+                dev_server_extra_args=settings,
+            )
     except RuntimeError:
         raise HarnessError(
             "There is no `temporal` beside this Python or on PATH, and it could not be downloaded. "

@@ -1,31 +1,36 @@
 """Long-term memory (xmemory) for Temporal Workflows. Copy this file; it needs nothing beside it.
 
-Memory is what an agent carries from one run to the next. It is not where the work stands (that is
-Event History) and not whether an effect happened (its owner knows). Three rules hold here:
+Memory is what an agent carries from one run to the next. It does not say which steps are done
+(Event History does) or whether an effect happened (its owner does). Three rules hold here:
 
-* a free-text write is made at most once, because a second extraction may file the same fact under
-  another key; a structured mutation carries its key and is retried;
-* Temporal owns every retry and every wait, also the wait for a queued write;
-* no key, no transport text and no content reaches the title of a failure or a summary.
+* A free-text write is sent at most once, because a second extraction may file the same fact under
+  another key. A structured mutation carries its key and is retried.
+* Temporal owns every retry and every wait, including the wait for a queued write.
+* A failure shows no key, no transport text and no content.
 
-In a Workflow: `memory = memory_for_workflow()`, then `await memory.read("...")` and so on.
+In a Workflow:
+
+    memory = memory_for_workflow()
+    found = await memory.read("What does Ann like?")
+    await memory.write_durable("Ann: likes tea")
+
 For the Workers: `Client.connect(..., plugins=[XmemoryPlugin()])`; or, without the plugin,
 `activities=MemoryActivities(instance).all()`, where `instance` is the client's
 `AsyncXmemoryClient(...).instance("...")` or anything that has its four methods.
 
-Texts, queries and results are Activity inputs and results, so Event History holds them in clear;
-use a payload codec if it must not.
+Texts, queries and results are inputs and results of Activities, so Event History holds them in
+clear. Use a payload codec if it must not.
 """
 
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from temporalio import activity, workflow
 from temporalio.common import RetryPolicy
@@ -34,349 +39,441 @@ from temporalio.exceptions import (
     ApplicationError,
     ApplicationErrorCategory,
     RetryState,
+    is_cancelled_exception,
 )
-from temporalio.exceptions import is_cancelled_exception as is_cancelled
 from temporalio.plugin import SimplePlugin
-from temporalio.worker import Worker, WorkerConfig
-
-# --- Constants, each with its reason -------------------------------------------------------------
-
-HEARTBEAT_TIMEOUT = timedelta(seconds=10)  # how long the death of a Worker may go unnoticed
-BEATS_PER_TIMEOUT = 4  # how often to beat; the Worker's `max_heartbeat_throttle_interval` decides
-# how much of that reaches the server (by default one beat in 80% of the timeout)
-
-READ_TIMEOUT = timedelta(seconds=120)  # a deep read of a large instance takes a minute or two
-WRITE_TIMEOUT = timedelta(seconds=180)  # `write` returns when the extraction is applied
-QUEUE_TIMEOUT = timedelta(seconds=30)  # `write_async` and `write_status` only touch the queue
-CLIENT_MARGIN = timedelta(seconds=5)  # the client gives up first: its error says more
-CLIENT_SHARE = 0.8  # of a timeout that is too short for that margin
-
-RETRIED = RetryPolicy(maximum_interval=timedelta(seconds=30), maximum_attempts=10)
-WAITING = RetryPolicy(maximum_interval=timedelta(seconds=30))  # the deadline ends it
-ONCE = RetryPolicy(maximum_attempts=1)  # for free text: see the first rule
-
-MAX_WAIT = timedelta(minutes=15)  # a long extraction takes minutes
-FIRST_POLL, SLOWEST_POLL = timedelta(seconds=2), timedelta(seconds=30)
-POLL_GROWTH = 1.5
-STEEPEST = 20  # polls after which the growth is over; a longer exponent only overflows
-SLOW_DOWN = timedelta(seconds=5)  # when xmemory asks for that and does not say for how long
-MAX_RETRY_AFTER = timedelta(hours=1)  # a server may say a day; nobody looks for that long
-
-MAX_BYTES = 150_000  # of one value; Temporal warns of half a MB, and its escaping triples some
-EXCERPT = 60  # characters of content in a summary, if wanted; Temporal takes 200 bytes
-
-# --- Heartbeats ----------------------------------------------------------------------------------
 
 P = ParamSpec("P")
 R = TypeVar("R")
 In = TypeVar("In")
 
+JsonObject = Mapping[str, Any]
+Mutation = JsonObject
+Scope = JsonObject
+XmemoryInstance = Any  # the client's handle of an instance: read, write, write_async, write_status
 
-def heartbeating(run: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-    """Let an async Activity heartbeat for as long as it runs; outside an Activity, do nothing.
-
-    With beats, the heartbeat timeout bounds how long a dead Worker goes unnoticed. Without them it
-    is a trap: the attempt is given up but runs on, and the next one overlaps it.
-    """
-
-    @wraps(run)
-    async def beating(*args: P.args, **kwargs: P.kwargs) -> R:
-        timeout = activity.info().heartbeat_timeout if activity.in_activity() else None
-        if timeout is None:
-            return await run(*args, **kwargs)
-        beat = asyncio.create_task(_beat(timeout.total_seconds() / BEATS_PER_TIMEOUT))
-        try:
-            return await run(*args, **kwargs)
-        finally:
-            beat.cancel()
-
-    return beating
+# --- What a Workflow says ------------------------------------------------------------------------
 
 
-async def _beat(seconds: float) -> None:
-    while True:
-        await asyncio.sleep(seconds)  # first: most attempts are over by then, and a beat is a write
-        activity.heartbeat()
+def create(object_type: str, key: JsonObject, values: JsonObject) -> Mutation:
+    """A new record. xmemory refuses it if the key exists. The handle then reads the record, and the
+    create counts as done if the record holds these very values."""
+    change = {"key": key, "values": values}
+    return {"object_mutation": {"object_type": object_type, "create": change}}
 
 
-# --- Errors: one table ---------------------------------------------------------------------------
-# An error of the client is known by its attributes (`status`, `code`, `details`, `retry_after`), so
-# this file needs no client library. Type strings are stable, to be matched in a RetryPolicy or an
-# `except`. Messages are fixed, because Event History shows them in clear.
+def update(object_type: str, key: JsonObject, values: JsonObject) -> Mutation:
+    """Other values for a record that exists. None clears a field."""
+    change = {"key": key, "values": values}
+    return {"object_mutation": {"object_type": object_type, "update": change}}
 
 
-class Verdict(NamedTuple):
-    type: str
-    retryable: bool
-    message: str
-    delay: timedelta | None = None  # until the next try; None: as the RetryPolicy says
+def delete(object_type: str, key: JsonObject) -> Mutation:
+    """No record of this key. If there is none, the delete counts as done. xmemory gives the same
+    answer to a misspelled type or key, so a delete that names nothing counts as done as well."""
+    return {"object_mutation": {"object_type": object_type, "delete": {"key": key}}}
 
 
-UNAVAILABLE = Verdict("XmemoryUnavailable", True, "xmemory did not answer")
-SERVER_ERROR = Verdict("XmemoryServerError", True, "xmemory answered with a server error")
-RATE_LIMITED = Verdict("XmemoryRateLimited", True, "xmemory asked to slow down", SLOW_DOWN)
-DAILY_QUOTA = Verdict(
-    "XmemoryDailyQuotaExceeded", True, "the daily xmemory quota is used up", MAX_RETRY_AFTER)
-UNKNOWN = Verdict("XmemoryUnknown", True, "xmemory answered with a code unknown to this Worker")
-MONTHLY_QUOTA = Verdict("XmemoryMonthlyQuotaExceeded", False, "the monthly quota is used up")
-QUOTA = Verdict("XmemoryQuotaExceeded", False, "an xmemory quota is used up")
-AUTH_FAILED = Verdict("XmemoryAuthFailed", False, "xmemory refused the API key")
-NOT_FOUND = Verdict("XmemoryNotFound", False, "xmemory has no such instance")
-BAD_REQUEST = Verdict("XmemoryBadRequest", False, "xmemory refused the request")
-SCHEMA_REJECTED = Verdict("XmemorySchemaRejected", False, "xmemory refused the schema request")
-WRITE_FAILED = Verdict("XmemoryWriteFailed", False, "xmemory could not apply the write")
-WRITE_NOT_FOUND = Verdict("XmemoryWriteNotFound", False, "xmemory does not know this write")
-WRITE_LATE = Verdict("XmemoryWriteTimeout", False, "the write did not finish within max_wait")
-WRITE_PENDING = Verdict("XmemoryWritePending", True, "the write has not finished yet")
-WRITE_UNCERTAIN = Verdict(
-    "XmemoryWriteUncertain", False, "no answer: a job may be queued, so the text is not sent again")
-CONFLICT = Verdict("XmemoryConflict", False, "the record exists, with other values")
-TOO_LARGE = Verdict("XmemoryTooLarge", False, "too large for Event History; ask for less")
-
-VERDICTS: dict[str | int, Verdict] = {  # by kind of quota, else by code, else by HTTP status
-    "daily_quota_exceeded": DAILY_QUOTA, "monthly_quota_exceeded": MONTHLY_QUOTA,
-    "QUOTA_EXCEEDED": QUOTA, "UNAUTHORIZED": AUTH_FAILED, "FORBIDDEN": AUTH_FAILED,
-    "NOT_FOUND": NOT_FOUND, "VALIDATION_ERROR": BAD_REQUEST, "INVALID_INPUT": BAD_REQUEST,
-    "ALREADY_EXISTS": BAD_REQUEST, "CONFLICT": BAD_REQUEST, "RATE_LIMITED": RATE_LIMITED,
-    "INTERNAL_ERROR": SERVER_ERROR, "SERVICE_UNAVAILABLE": SERVER_ERROR,
-    "MAX_RETRIES_EXCEEDED": WRITE_FAILED,
-    "stale_proposal_version": SCHEMA_REJECTED, "stale_schema_version": SCHEMA_REJECTED,
-    "dependency_closure_failed": SCHEMA_REJECTED, "migration_not_found": SCHEMA_REJECTED,
-    "destructive_confirmation_required": SCHEMA_REJECTED,
-    "non_additive_change_requires_plan": SCHEMA_REJECTED,
-    "instance_not_initialised": SCHEMA_REJECTED, "invalid_decision_input": SCHEMA_REJECTED,
-    401: AUTH_FAILED, 403: AUTH_FAILED, 404: NOT_FOUND, 408: SERVER_ERROR, 429: RATE_LIMITED,
-    400: BAD_REQUEST,  # any other 4xx
-    500: SERVER_ERROR,  # any other 5xx
-}
-
-
-def verdict_for(error: Exception) -> Verdict:
-    """An unknown code is retryable: a newer server must not break an older Worker."""
-    status, code = getattr(error, "status", None), getattr(error, "code", None)
-    if code is not None:
-        kind = _details(error).get("kind") if code == "QUOTA_EXCEEDED" else None
-        return VERDICTS.get(str(kind)) or VERDICTS.get(str(code), UNKNOWN)
-    if not isinstance(status, int):
-        return BAD_REQUEST if isinstance(error, ValueError | TypeError) else UNAVAILABLE
-    if status < 400:  # an answer that holds nothing
-        return UNAVAILABLE
-    return VERDICTS.get(status) or VERDICTS[500 if status >= 500 else 400]
-
-
-def _details(error: Exception) -> Mapping[str, Any]:
-    details = getattr(error, "details", None)
-    return details if isinstance(details, Mapping) else {}
-
-
-def failure(verdict: Verdict, facts: Any, delay: timedelta | None = None) -> ApplicationError:
-    benign = verdict is WRITE_PENDING  # waiting is no error; this keeps it out of the Worker's log
-    category = ApplicationErrorCategory.BENIGN if benign else ApplicationErrorCategory.UNSPECIFIED
-    return ApplicationError(
-        verdict.message, facts, type=verdict.type, non_retryable=not verdict.retryable,
-        next_retry_delay=delay if verdict.retryable else None, category=category)
-
-
-@contextmanager
-def mapped_errors(longest: timedelta = MAX_RETRY_AFTER) -> Iterator[None]:
-    """Turn an error of the client into its row of the table. `from None` keeps its text, which may
-    quote a URL or a key, out of Event History. A hint when to try again is heeded up to
-    `longest`."""
-    try:
-        yield
-    except ApplicationError:
-        raise
-    except Exception as error:
-        verdict = verdict_for(error)
-        hint = getattr(error, "retry_after", None) or _details(error).get("retry_after_seconds")
-        wait = verdict.delay
-        if isinstance(hint, int | float) and hint > 0:
-            wait = timedelta(seconds=min(hint, MAX_RETRY_AFTER.total_seconds()))
-        code = getattr(error, "code", None)
-        facts = {"code": code and str(code), "status": getattr(error, "status", None)}
-        raise failure(verdict, facts, wait and min(wait, longest)) from None
+def scope_to(object_type: str, key: JsonObject) -> Scope:
+    """Bind a read, or a write of text, to one record."""
+    return {"objects": [{"type": object_type, "key": key}]}
 
 
 # --- What crosses the Activity boundary ----------------------------------------------------------
-# JSON travels as text: from a typed union it would not come back as it went, because the SDK's
-# converter reads 1.5 as 1 where an int is allowed, too.
-
-Mutation = Mapping[str, Any]
-Scope = Mapping[str, Any]
-
-
-class ReadOptions(TypedDict, total=False):
-    """The client's own; whatever is left out, or None, is the client's default."""
-
-    read_mode: str  # "single-answer", "raw-tables" or "xresponse"
-    scope: Scope | None
-    read_id: str | None
-
-
-class WriteOptions(TypedDict, total=False):
-    """The client's own. All but `structured_mutations` are about a text."""
-
-    structured_mutations: Sequence[Mutation] | None
-    extraction_logic: str  # "fast" or "deep"
-    diff_engine: bool | None
-    scope: Scope | None
+# An Activity takes one input, and these types only ever gain fields with a default: otherwise a
+# Workflow that is open while the Workers are upgraded breaks. `Any` holds JSON values, which come
+# through Temporal's converter unchanged; a field typed `int | float` would turn 1.5 into 1.
 
 
 @dataclass(frozen=True)
 class ReadInput:
     query: str
-    options_json: str = "{}"
+    options: dict[str, Any]  # the client's own
 
 
 @dataclass(frozen=True)
 class ReadOutput:
-    """`reader_result` None: the schema cannot hold what was asked for. `notice` set: not answered
-    as asked, which says nothing about the data. Empty without a notice: nothing matches."""
+    """The client's result. `reader_result` is text, `{columns, rows}`, `{objects, relations}`, or
+    None if the schema cannot hold what was asked for. An empty result without a `notice` means that
+    nothing matches. With a `notice`, the query was not answered as asked, and an empty result says
+    nothing about the data."""
 
-    reader_result_json: str
+    reader_result: Any = None
     notice: str | None = None
     trace_id: str | None = None
-    console_url: str | None = None
-    reader_results_json: str = "[]"
-
-    @property
-    def reader_result(self) -> Any:
-        """As in the client: text, `{columns, rows}`, `{objects, relations}`, or None."""
-        return json.loads(self.reader_result_json)
-
-    @property
-    def reader_results(self) -> list[dict[str, Any]]:
-        """Of a query that was taken apart: `{sub_query, reader_result, error, notice}` each."""
-        return list(json.loads(self.reader_results_json))
+    reader_results: list[Any] | None = None  # the parts of a query that xmemory has split
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of a `raw-tables` read, each as `{column: value}`; of another, a failure."""
-        table = self.reader_result or {"columns": [], "rows": []}
-        try:
-            names = [column["name"] for column in table["columns"]]
-            return [dict(zip(names, row, strict=True)) for row in table["rows"]]
-        except (KeyError, TypeError, ValueError):
-            raise wrong("only the answer of a raw-tables read has rows") from None
+        """The rows of a read with `read_mode="raw-tables"`, each as `{column: value}`."""
+        if self.reader_result is None:
+            return []
+        with client_errors():  # the result of another read mode has no rows
+            names = [column["name"] for column in self.reader_result["columns"]]
+            return [dict(zip(names, row, strict=True)) for row in self.reader_result["rows"]]
 
 
 @dataclass(frozen=True)
 class WriteInput:
-    text: str = ""
-    options_json: str = "{}"
+    text: str
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class WriteOutput:
-    """`write_id` is empty if an earlier attempt had written it and only its answer was lost.
-    `again`: there was an earlier attempt, which may be queued as well."""
+    """`write_id` is empty if an earlier attempt had made the write and only its answer was lost."""
 
     write_id: str
     trace_id: str | None = None
-    changes_json: str = "null"
-    again: bool = False
-
-    @property
-    def changes(self) -> Any:
-        """What a `write` did, `{created, updated, deleted}`; None while queued, or too large."""
-        return json.loads(self.changes_json)
+    changes: Any = None  # {created, updated, deleted}; None while the write is queued
 
 
 @dataclass(frozen=True)
 class WaitInput:
     write_id: str
-    max_wait_seconds: float
-    options_json: str = "{}"
-    again: bool = False
-    first_poll_seconds: float = FIRST_POLL.total_seconds()
-    slowest_poll_seconds: float = SLOWEST_POLL.total_seconds()
 
 
 @dataclass(frozen=True)
 class WriteStatus:
     """`write_status` is queued, processing, extracting, extracted, applying, completed, failed or
-    not_found; anything else, from a newer server, means: not finished. Times are ISO 8601."""
+    not_found. Any other word comes from a newer service and means: not finished."""
 
     write_id: str
     write_status: str
     error_detail: str | None = None
-    completed_at: str | None = None
-    changes_json: str = "null"
-
-    @property
-    def changes(self) -> Any:
-        """What the write did, `{created, updated, deleted}`; None until then, or too large."""
-        return json.loads(self.changes_json)
+    changes: Any = None
 
 
-def create(object_type: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> Mutation:
-    """A new record. If its key exists, xmemory refuses; the Activities then read the record, and it
-    is done if it holds these very values."""
-    change = {"key": dict(key), "values": dict(values)}
-    return {"object_mutation": {"object_type": object_type, "create": change}}
+def build(kind: type[R], **fields: Any) -> R:
+    """Make an input or output of JSON values and of the client's own models. Anything else, such as
+    a date, is XmemoryBadRequest. The Temporal server refuses a payload of 2 MiB, and then a Worker
+    repeats the task for ever. So what comes close to that fails here."""
+    with client_errors():
+        text = json.dumps(fields, default=lambda model: model.model_dump(mode="json"))
+        if len(text) > 1_500_000:
+            raise failure("XmemoryTooLarge", characters=len(text))
+        return kind(**json.loads(text))
 
 
-def update(object_type: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> Mutation:
-    """Other values for a record that exists; None clears a field."""
-    change = {"key": dict(key), "values": dict(values)}
-    return {"object_mutation": {"object_type": object_type, "update": change}}
+# --- The handle a Workflow uses ------------------------------------------------------------------
+
+RETRIED = RetryPolicy(maximum_interval=timedelta(seconds=30), maximum_attempts=10)
+ONCE = RetryPolicy(maximum_attempts=1)  # for free text: see the first rule
 
 
-def delete(object_type: str, key: Mapping[str, Any]) -> Mutation:
-    return {"object_mutation": {"object_type": object_type, "delete": {"key": dict(key)}}}
+@dataclass(kw_only=True)
+class WorkflowMemory:
+    """The client's methods, run as Activities, and `write_durable`.
+
+    `options` are the client's own. A read takes `read_mode`, `scope` and `read_id`. A write of text
+    takes `extraction_logic`, `diff_engine` and `scope`. A write of records takes
+    `structured_mutations` and no text. Every method raises only ApplicationError, with a type of
+    the table `ERRORS` or "TimedOut".
+
+    Reads and `write_status` are retried by the `read_retry_policy`. A write of records is retried,
+    and a text is sent once. A `write_retry_policy` holds for both, so give one only if every key
+    stands in the text word for word.
+    """
+
+    read_timeout: timedelta = timedelta(seconds=120)  # a deep read takes a minute or two
+    write_timeout: timedelta = timedelta(seconds=180)  # `write` returns when its job is applied
+    queue_timeout: timedelta = timedelta(seconds=30)  # the other calls only touch the queue
+    heartbeat_timeout: timedelta = timedelta(seconds=10)  # how long a dead Worker goes unnoticed
+    read_retry_policy: RetryPolicy = field(default_factory=lambda: RETRIED)
+    write_retry_policy: RetryPolicy | None = None
+    first_poll: timedelta = timedelta(seconds=2)
+    slowest_poll: timedelta = timedelta(seconds=30)
+
+    async def read(self, query: str, **options: Any) -> ReadOutput:
+        return await self.run_activity(
+            MemoryActivities.read,
+            build(ReadInput, query=query, options=options),
+            timeout=self.read_timeout,
+            retry_policy=self.read_retry_policy,
+        )
+
+    async def write(self, text: str = "", **options: Any) -> WriteOutput:
+        """Write, and wait until the write is applied."""
+        return await self._send(MemoryActivities.write, text, options, self.write_timeout)
+
+    async def write_async(self, text: str = "", **options: Any) -> WriteOutput:
+        """Queue a write. `write_status` tells what became of it."""
+        return await self._send(MemoryActivities.write_async, text, options, self.queue_timeout)
+
+    async def write_status(self, write_id: str) -> WriteStatus:
+        return await self.run_activity(
+            MemoryActivities.write_status,
+            WaitInput(write_id),
+            timeout=self.queue_timeout,
+            retry_policy=self.read_retry_policy,
+        )
+
+    async def write_durable(
+        self, text: str = "", *, max_wait: timedelta = timedelta(minutes=15), **options: Any
+    ) -> WriteStatus:
+        """Queue a write and wait for it, however often Workers die meanwhile.
+
+        Text is extracted "deep" unless the options say otherwise. A write that is not finished
+        after `max_wait` is XmemoryWriteTimeout with the write_id in its details: the write goes on,
+        and `write_status` can ask for it later.
+        """
+        if max_wait <= timedelta(0):  # Temporal takes 0 for "no limit".
+            raise failure("XmemoryBadRequest", wrong="max_wait")
+        if text:
+            options = {"extraction_logic": "deep", **options}
+        queued = await self.write_async(text, **options)
+        if not queued.write_id:
+            return WriteStatus("", "completed")
+        # The Activity fails with "not finished yet", and the server retries it until the limit. A
+        # failed attempt that is retried is not an event, so the wait costs the same few events
+        # whether it takes seconds or days, and it holds no slot of a Worker.
+        polling = RetryPolicy(
+            initial_interval=self.first_poll,
+            backoff_coefficient=1.5,
+            maximum_interval=max(self.first_poll, self.slowest_poll),
+        )
+        try:
+            return await self.run_activity(
+                MemoryActivities.wait_for_write,
+                WaitInput(queued.write_id),
+                timeout=self.queue_timeout,
+                retry_policy=polling,
+                limit=max_wait,
+            )
+        except ApplicationError as error:
+            if error.type == "TimedOut":
+                raise failure("XmemoryWriteTimeout", write_id=queued.write_id) from None
+            if error.type == "XmemoryWriteFailed" and await self._is_done(options):
+                return WriteStatus(queued.write_id, "completed")
+            raise
+
+    async def _send(
+        self,
+        step: Callable[["MemoryActivities", WriteInput], Awaitable[WriteOutput]],
+        text: str,
+        options: JsonObject,
+        timeout: timedelta,
+    ) -> WriteOutput:
+        try:
+            return await self.run_activity(
+                step,
+                build(WriteInput, text=text, options=options),
+                timeout=timeout,
+                retry_policy=self.write_retry_policy or (ONCE if text else RETRIED),
+            )
+        except ApplicationError as error:
+            lost = error.type in ("TimedOut", "XmemoryUnavailable", "XmemoryServerError")
+            if text and lost:
+                raise failure("XmemoryWriteUncertain") from None
+            if error.type == "XmemoryBadRequest" and not text and await self._is_done(options):
+                return WriteOutput("")
+            raise
+
+    async def _is_done(self, options: JsonObject) -> bool:
+        """Whether memory already holds what the refused mutations wanted. An attempt whose answer
+        was lost may have made them. xmemory makes all mutations of a write or none."""
+        mutations = options.get("structured_mutations") or ()
+        with client_errors():  # A mutation made by hand may be malformed.
+            done = [await self._holds(each.get("object_mutation", {})) for each in mutations]
+        return bool(done) and all(done)
+
+    async def _holds(self, wanted: JsonObject) -> bool:
+        change = wanted.get("create") or wanted.get("update") or wanted.get("delete")
+        if not change:
+            return False  # It changes no record, but a relation, which has no key to read it by.
+        name, key, rows = wanted["object_type"], change["key"], []
+        try:
+            found = await self.read(name, read_mode="raw-tables", scope=scope_to(name, key))
+            rows = [row for row in found.rows() if key.items() <= row.items()]
+        except ApplicationError as error:
+            if error.type != "XmemoryBadRequest":  # how xmemory refuses a scope to no record
+                raise
+        if "delete" in wanted:
+            return not rows
+        if not rows:
+            return False
+        same = all(rows[0].get(column) == value for column, value in change["values"].items())
+        if "create" in wanted and not same:
+            raise failure("XmemoryConflict", object_type=name)
+        return same
+
+    async def run_activity(
+        self,
+        step: Callable[["MemoryActivities", In], Awaitable[R]],
+        input: In,
+        *,
+        timeout: timedelta,
+        retry_policy: RetryPolicy,
+        limit: timedelta | None = None,
+    ) -> R:
+        """Every method above runs its Activity here. `step` is an unbound method, such as
+        `MemoryActivities.read`. `timeout` bounds an attempt, and `limit` all attempts together.
+
+        A program without Temporal can override this method and await `step(activities, input)`. It
+        then repeats a step that fails with XmemoryWritePending, and raises ApplicationError of type
+        "TimedOut" when `limit` has passed.
+        """
+        with application_errors():
+            return await workflow.execute_activity_method(
+                step,
+                input,
+                start_to_close_timeout=timeout,
+                schedule_to_close_timeout=limit,
+                heartbeat_timeout=self.heartbeat_timeout,
+                retry_policy=retry_policy,
+            )
 
 
-def scope_to(object_type: str, key: Mapping[str, Any]) -> Scope:
-    """Bind a read, or a write of text, to one record and what belongs to it."""
-    return {"objects": [{"type": object_type, "key": dict(key)}]}
+memory_for_workflow = WorkflowMemory  # the name that Workflow code uses
 
 
-def to_json(value: Any) -> str:
-    """Text of what JSON can hold, and of the client's own models; raises ApplicationError."""
+@contextmanager
+def application_errors() -> Iterator[None]:
+    """Around an Activity that a Workflow runs: its failure is raised as the ApplicationError that
+    the Activity raised, and a cancellation as CancelledError. ActivityError never passes.
+
+    At a schedule-to-close limit Temporal reports either a timeout or the last failure. Both have
+    the retry state TIMEOUT, and both become "TimedOut".
+    """
     try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False, default=_plain)
-        size = len(text.encode())
-    except (TypeError, ValueError):
-        raise wrong("memory takes only what JSON can hold; write dates as text") from None
-    if size > MAX_BYTES:
-        raise failure(TOO_LARGE, {"bytes": size})
-    return text
+        yield
+    except ActivityError as error:
+        if is_cancelled_exception(error):
+            raise asyncio.CancelledError from None
+        cause = error.cause
+        if error.retry_state == RetryState.TIMEOUT or not isinstance(cause, ApplicationError):
+            cause = ApplicationError(
+                "the Activity did not finish in time", type="TimedOut", non_retryable=True
+            )
+        raise cause from None
 
 
-def _plain(model: Any) -> Any:
-    if hasattr(model, "model_dump"):
-        return model.model_dump(mode="json")
-    return vars(model)
+# --- Errors: one table ---------------------------------------------------------------------------
 
 
-def wrong(what: str) -> ApplicationError:
-    """Fails the Workflow; any other exception would only retry its Workflow Task for ever."""
-    return ApplicationError(what, type=BAD_REQUEST.type, non_retryable=True)
+class Kind(NamedTuple):
+    message: str  # fixed, because Event History shows it in clear
+    answers: tuple[Any, ...] = ()  # codes of xmemory, and HTTP statuses without a code
+    retryable: bool = False
+
+
+ERRORS = {  # The types are stable: match them in an `except` or a RetryPolicy.
+    "XmemoryUnavailable": Kind("xmemory did not answer", retryable=True),
+    "XmemoryServerError": Kind("xmemory answered with a server error", (408,), retryable=True),
+    "XmemoryRateLimited": Kind("xmemory asked to slow down", ("RATE_LIMITED", 429), retryable=True),
+    "XmemoryQuotaExceeded": Kind("an xmemory quota is used up", ("QUOTA_EXCEEDED",)),
+    "XmemoryAuthFailed": Kind(
+        "xmemory refused the API key", ("UNAUTHORIZED", "FORBIDDEN", 401, 403)
+    ),
+    "XmemoryNotFound": Kind("xmemory has no such instance", ("NOT_FOUND", 404)),
+    "XmemoryBadRequest": Kind(
+        "xmemory or its client refused the request",
+        ("VALIDATION_ERROR", "INVALID_INPUT", "ALREADY_EXISTS", "CONFLICT"),
+    ),
+    "XmemoryWriteFailed": Kind("xmemory could not apply the write", ("MAX_RETRIES_EXCEEDED",)),
+    "XmemoryWriteNotFound": Kind("xmemory does not know this write"),
+    "XmemoryWriteTimeout": Kind("the write did not finish within max_wait"),
+    "XmemoryWritePending": Kind("the write has not finished yet", retryable=True),
+    "XmemoryWriteUncertain": Kind("no answer: a job may be queued, so the text is not sent again"),
+    "XmemoryConflict": Kind("the record exists, with other values"),
+    "XmemoryTooLarge": Kind("too large for Event History; ask for less"),
+}
+
+
+def error_type(error: Exception) -> str:
+    """The row of an error. The client's errors are known by their attributes, so this file needs no
+    client library. A code that is not in the table is retryable: a newer service must not break an
+    older Worker."""
+    answer = getattr(error, "code", None) or getattr(error, "status", None) or 0
+    for name, kind in ERRORS.items():
+        if answer in kind.answers:
+            return name
+    if isinstance(answer, str) or answer >= 500:
+        return "XmemoryServerError"
+    # These four say that the client cannot use the arguments.
+    mistake = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
+    return "XmemoryBadRequest" if mistake or answer >= 400 else "XmemoryUnavailable"
+
+
+def failure(type: str, delay: timedelta | None = None, **details: Any) -> ApplicationError:
+    category = ApplicationErrorCategory.UNSPECIFIED
+    if type == "XmemoryWritePending":  # Waiting is no error: the Worker's log leaves it out.
+        category = ApplicationErrorCategory.BENIGN
+    kind = ERRORS[type]
+    return ApplicationError(
+        kind.message,
+        details,
+        type=type,
+        non_retryable=not kind.retryable,
+        next_retry_delay=delay,
+        category=category,
+    )
+
+
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """Turn an error of the client into its row of the table. `from None` keeps its text, which may
+    quote a URL or a key, out of Event History."""
+    try:
+        yield
+    except ApplicationError:
+        raise
+    except Exception as error:
+        hint = getattr(error, "retry_after", None)
+        # The delay overrides the RetryPolicy, and a service may ask for a day. No Workflow should
+        # stand still for that long, so the call is tried again after a minute at most.
+        delay = timedelta(seconds=min(hint, 60)) if hint else None
+        code, status = getattr(error, "code", None), getattr(error, "status", None)
+        raise failure(error_type(error), delay, code=code, status=status) from None
+
+
+# --- Heartbeats and timeouts ---------------------------------------------------------------------
+
+# One late beat does no harm. The SDK's Worker holds beats back: by default it sends one in 80 % of
+# the timeout, and `max_heartbeat_throttle_interval` changes that.
+BEATS_PER_TIMEOUT = 4
+
+
+def heartbeating(run: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    """Let an async Activity heartbeat for as long as it runs. Outside an Activity, do nothing.
+
+    With beats, the heartbeat timeout bounds how long a dead Worker goes unnoticed. Without beats
+    that timeout is a trap: Temporal gives the attempt up, but the attempt runs on and overlaps the
+    next one.
+    """
+
+    @wraps(run)
+    async def beating(*args: P.args, **kwargs: P.kwargs) -> R:
+        beats = asyncio.create_task(_beat())
+        try:
+            return await run(*args, **kwargs)
+        finally:
+            beats.cancel()
+
+    return beating
+
+
+async def _beat() -> None:
+    timeout = activity.info().heartbeat_timeout if activity.in_activity() else None
+    while timeout:
+        await asyncio.sleep(timeout.total_seconds() / BEATS_PER_TIMEOUT)
+        activity.heartbeat()
+
+
+def client_timeout() -> float | None:
+    """Seconds that a client may take: less than Temporal gives the attempt, because the client's
+    error says more than Temporal's timeout. None outside an Activity."""
+    timeout = activity.info().start_to_close_timeout if activity.in_activity() else None
+    return timeout.total_seconds() * 0.8 if timeout else None
 
 
 # --- The Activities ------------------------------------------------------------------------------
 
 
-Method = Callable[..., Awaitable[Any]]
-
-
-class XmemoryInstance(Protocol):
-    """What is used of the client's instance handle: four of its coroutine methods."""
-
-    @property
-    def read(self) -> Method: ...
-    @property
-    def write(self) -> Method: ...
-    @property
-    def write_async(self) -> Method: ...
-    @property
-    def write_status(self) -> Method: ...
-
-
 class MemoryActivities:
-    """xmemory as Activities. Their names are in the history of open Workflows: do not rename."""
+    """xmemory as Activities. Open Workflows know them by these names: do not rename them."""
 
     def __init__(self, instance: XmemoryInstance) -> None:
-        self._instance = instance
+        self.instance = instance
 
     def all(self) -> list[Callable[..., Any]]:
         """The methods to register on a Worker."""
@@ -385,375 +482,92 @@ class MemoryActivities:
     @activity.defn(name="xmemory_read")
     @heartbeating
     async def read(self, input: ReadInput) -> ReadOutput:
-        with mapped_errors():
-            options = json.loads(input.options_json)
-            found = await _in_time(self._instance.read, input.query, **options)
-        return ReadOutput(
-            to_json(found.reader_result), found.notice, found.trace_id, found.console_url,
-            to_json(list(found.reader_results)))
+        with client_errors():
+            return await _call(ReadOutput, self.instance.read, input.query, **input.options)
 
     @activity.defn(name="xmemory_write")
     @heartbeating
     async def write(self, input: WriteInput) -> WriteOutput:
-        """Returns when the write is applied."""
-        return await self._write(self._instance.write, input)
+        with client_errors():
+            return await _call(WriteOutput, self.instance.write, input.text, **input.options)
 
     @activity.defn(name="xmemory_write_async")
     @heartbeating
     async def write_async(self, input: WriteInput) -> WriteOutput:
-        """Returns when the write is queued. Every call is a job of its own."""
-        return await self._write(self._instance.write_async, input)
+        with client_errors():
+            return await _call(WriteOutput, self.instance.write_async, input.text, **input.options)
 
     @activity.defn(name="xmemory_write_status")
     @heartbeating
-    async def write_status(self, write_id: str) -> WriteStatus:
-        with mapped_errors():
-            return await self._status(write_id)
+    async def write_status(self, input: WaitInput) -> WriteStatus:
+        with client_errors():
+            try:
+                return await _call(WriteStatus, self.instance.write_status, input.write_id)
+            except ValueError:  # The real client does not parse a status that is new to it.
+                return WriteStatus(input.write_id, "unknown")
 
     @activity.defn(name="xmemory_wait_for_write")
     @heartbeating
     async def wait_for_write(self, input: WaitInput) -> WriteStatus:
-        """Ask once how the write stands. Not finished yet is a retryable failure with a delay: the
-        Temporal server does the waiting, no Worker slot is held, Event History does not grow."""
-        left = _time_left(input.max_wait_seconds)
-        with mapped_errors(longest=max(left, timedelta(0))):
-            status = await self._status(input.write_id)
-        facts = {"write_id": status.write_id, "write_status": status.write_status}
-        if status.write_status == "completed":
-            return status
-        if status.write_status == "not_found":
-            raise failure(WRITE_NOT_FOUND, facts)
-        if status.write_status == "failed":
-            if await self._is_done(input.options_json, input.again):
-                return WriteStatus(status.write_id, "completed")
-            raise failure(WRITE_FAILED, facts | {"error_detail": status.error_detail})
-        if left <= timedelta(0):
-            raise failure(WRITE_LATE, facts)
-        raise failure(WRITE_PENDING, facts, min(_poll_delay(input), left))
-
-    async def _status(self, write_id: str) -> WriteStatus:
-        try:
-            found = await _in_time(self._instance.write_status, write_id)
-        except ValueError:  # the real client will not parse a status that is new to it
-            return WriteStatus(write_id, "unknown")
-        word = getattr(found.write_status, "value", found.write_status)  # an enum, in the client
-        ended = found.completed_at and found.completed_at.isoformat()
-        return WriteStatus(write_id, str(word), found.error_detail, ended, _changes(found))
-
-    async def _write(self, call: Method, input: WriteInput) -> WriteOutput:
-        again = activity.in_activity() and activity.info().attempt > 1
-        try:
-            with mapped_errors():
-                options = json.loads(input.options_json)
-                written = await _in_time(call, input.text, **options)
-        except ApplicationError as error:
-            refused = error.type == BAD_REQUEST.type
-            if not refused or not await self._is_done(input.options_json, again):
-                raise
-            return WriteOutput(write_id="")
-        return WriteOutput(written.write_id, written.trace_id, _changes(written), again)
-
-    async def _is_done(self, options_json: str, again: bool) -> bool:
-        """Whether memory holds what refused mutations ask for, because an attempt whose answer was
-        lost had written it; `again` says that there may have been one."""
-        mutations = json.loads(options_json).get("structured_mutations", [])
-        for mutation in mutations:
-            if not await self._holds(mutation.get("object_mutation", {}), again):
-                return False
-        return bool(mutations)
-
-    async def _holds(self, wanted: Mapping[str, Any], again: bool) -> bool:
-        change = wanted.get("create") or wanted.get("update") or wanted.get("delete")
-        if not change:
-            return False  # a relation: it cannot be read by its key
-        record = await self._record(wanted["object_type"], change["key"])
-        if "delete" in wanted:
-            return again and record is None
-        values = change.get("values", {}).items()
-        same = record is not None and all(record.get(name) == value for name, value in values)
-        if "create" in wanted and record is not None and not same:
-            raise failure(CONFLICT, {"object_type": wanted["object_type"]})
-        return same
-
-    async def _record(self, object_type: str, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        options = {"read_mode": "raw-tables", "scope": scope_to(object_type, key)}
-        try:
-            found = await self.read(ReadInput(object_type, to_json(options)))
-        except ApplicationError as error:
-            if error.type == BAD_REQUEST.type:  # a scope to a record that is not there
-                return None
-            raise
-        return next((row for row in found.rows() if key.items() <= row.items()), None)
+        """Ask once. `write_durable` says why "not finished yet" is a failure."""
+        found = await self.write_status(input)
+        if found.write_status == "completed":
+            return found
+        outcomes = {"failed": "XmemoryWriteFailed", "not_found": "XmemoryWriteNotFound"}
+        outcome = outcomes.get(found.write_status, "XmemoryWritePending")
+        raise failure(outcome, write_id=input.write_id, error_detail=found.error_detail)
 
 
-def client_timeout() -> float | None:
-    """Seconds that the client may take: always less than Temporal gives the Activity."""
-    if not activity.in_activity() or (given := activity.info().start_to_close_timeout) is None:
-        return None
-    return max((given - CLIENT_MARGIN).total_seconds(), 0.0) or given.total_seconds() * CLIENT_SHARE
-
-
-async def _in_time(call: Method, *args: Any, **options: Any) -> Any:
-    """The client's own timeout is for every part of an answer; this one is for the whole."""
-    seconds = client_timeout()
-    async with asyncio.timeout(seconds):
-        return await call(*args, **options, timeout=seconds)
-
-
-def _changes(found: Any) -> str:
-    """A report that is too large is left out: the write is made all the same."""
-    try:
-        return to_json(getattr(found, "changes", None))
-    except ApplicationError:
-        return "null"
-
-
-def _time_left(max_wait_seconds: float) -> timedelta:
-    """Until the deadline of a wait, by the server's clock. One poll always falls on it, so a write
-    that ends there is not lost. Temporal's own limit lies later: it drops a retry whose delay would
-    pass that limit."""
-    passed = timedelta(0)
-    if activity.in_activity():
-        passed = activity.info().started_time - activity.info().scheduled_time
-    return timedelta(seconds=max_wait_seconds) - passed
-
-
-def _poll_delay(input: WaitInput) -> timedelta:
-    attempt = activity.info().attempt if activity.in_activity() else 1
-    seconds = input.first_poll_seconds * POLL_GROWTH ** min(attempt - 1, STEEPEST)
-    return timedelta(seconds=min(seconds, input.slowest_poll_seconds))
-
-
-# --- The handle a Workflow uses ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkflowMemory:
-    """The client's methods, run as Activities, and `write_durable`.
-
-    Every option is per operation: `read`, `write` and the two that only touch the queue. A
-    `write_retry_policy` of your own holds for free text as well: give one only if every key stands
-    in the text word for word. `include_content` puts the first characters of a text or query into
-    the summaries that the Temporal Web UI shows.
-
-    Every method raises ApplicationError (XmemoryBadRequest, XmemoryTooLarge) before anything is
-    scheduled if its arguments are wrong, and ActivityError, whose cause has a type of the table
-    above, if the Activity failed.
-    """
-
-    read_timeout: timedelta = READ_TIMEOUT
-    write_timeout: timedelta = WRITE_TIMEOUT
-    queue_timeout: timedelta = QUEUE_TIMEOUT
-    heartbeat_timeout: timedelta = HEARTBEAT_TIMEOUT
-    read_retry_policy: RetryPolicy = field(default_factory=lambda: RETRIED)
-    write_retry_policy: RetryPolicy | None = None
-    status_retry_policy: RetryPolicy = field(default_factory=lambda: RETRIED)
-    first_poll: timedelta = FIRST_POLL
-    slowest_poll: timedelta = SLOWEST_POLL
-    include_content: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, timedelta) and value <= timedelta(0):
-                raise wrong(f"{name} must be longer than nothing")
-
-    async def read(self, query: str, **options: Unpack[ReadOptions]) -> ReadOutput:
-        if not isinstance(query, str) or not query.strip():
-            raise wrong("read() needs a query")
-        to_json(query)
-        input = ReadInput(query, to_json(_checked(options, ReadOptions)))
-        return await self._run(MemoryActivities.read, input, self.read_timeout,
-                               self.read_retry_policy, self._summary("read", query))
-
-    async def write(self, text: str = "", **options: Unpack[WriteOptions]) -> WriteOutput:
-        """Write, and wait until it is applied."""
-        input = _write_input(text, options)
-        return await self._send(MemoryActivities.write, "write", input, self.write_timeout)
-
-    async def write_async(self, text: str = "", **options: Unpack[WriteOptions]) -> WriteOutput:
-        """Queue a write and go on; `write_status` says how it stands."""
-        input = _write_input(text, options)
-        return await self._send(MemoryActivities.write_async, "write_async", input,
-                                self.queue_timeout)
-
-    async def write_status(self, write_id: str) -> WriteStatus:
-        if not isinstance(write_id, str) or not write_id:
-            raise wrong("write_status() needs the write_id of a queued write")
-        return await self._run(MemoryActivities.write_status, write_id, self.queue_timeout,
-                               self.status_retry_policy, "xmemory write_status")
-
-    async def write_durable(
-        self, text: str = "", *, max_wait: timedelta = MAX_WAIT, **options: Unpack[WriteOptions]
-    ) -> WriteStatus:
-        """Queue a write and wait for it, however often Workers die meanwhile.
-
-        Two Activities, so the same few events in history whether it takes seconds or days. A text
-        is extracted "deep" unless told otherwise. Beside what every method raises: the causes
-        XmemoryWriteFailed and XmemoryWriteNotFound, and ApplicationError of type
-        XmemoryWriteTimeout with the write id in its details, to ask again later.
-        """
-        if max_wait <= timedelta(0):
-            raise wrong("max_wait must be longer than nothing")
-        input = _write_input(text, {"extraction_logic": "deep", **options} if text else options)
-        queued = await self._send(MemoryActivities.write_async, "write_async", input,
-                                  self.queue_timeout)
-        if not queued.write_id:
-            return WriteStatus(queued.write_id, "completed")
-        wait = WaitInput(queued.write_id, max_wait.total_seconds(), input.options_json,
-                         queued.again, self.first_poll.total_seconds(),
-                         self.slowest_poll.total_seconds())
-        try:
-            return await self._run(MemoryActivities.wait_for_write, wait, self.queue_timeout,
-                                   WAITING, "xmemory wait for write",
-                                   limit=max_wait + self.queue_timeout)
-        except ActivityError as error:
-            # With no Worker alive at the deadline it is the server's timeout, else our own verdict.
-            ours = isinstance(error.cause, ApplicationError) and error.cause.type == WRITE_LATE.type
-            if ours or error.retry_state == RetryState.TIMEOUT:
-                raise failure(WRITE_LATE, {"write_id": queued.write_id}) from None
-            raise
-
-    async def _send(
-        self, run: Callable[[MemoryActivities, WriteInput], Awaitable[WriteOutput]], name: str,
-        input: WriteInput, timeout: timedelta,
-    ) -> WriteOutput:
-        policy = self.write_retry_policy or (ONCE if input.text else RETRIED)
-        try:
-            return await self._run(run, input, timeout, policy, self._summary(name, input.text))
-        except ActivityError as error:
-            lost = not isinstance(error.cause, ApplicationError) or error.cause.type in (
-                UNAVAILABLE.type, SERVER_ERROR.type, UNKNOWN.type)
-            if input.text and lost and not is_cancelled(error):
-                raise failure(WRITE_UNCERTAIN, {}) from None
-            raise
-
-    def _summary(self, name: str, content: str) -> str:
-        shown = f"{content[:EXCERPT]!r}" if self.include_content else f"{len(content)} chars"
-        return f"xmemory {name}: {shown if content else 'structured'}"
-
-    async def _run(
-        self, run: Callable[[MemoryActivities, In], Awaitable[R]], input: In,
-        timeout: timedelta, policy: RetryPolicy, summary: str, *, limit: timedelta | None = None,
-    ) -> R:
-        return await workflow.execute_activity_method(
-            run, input, start_to_close_timeout=timeout, schedule_to_close_timeout=limit,
-            heartbeat_timeout=self.heartbeat_timeout, retry_policy=policy, summary=summary)
-
-
-memory_for_workflow = WorkflowMemory  # how it reads in a Workflow
-
-CHOICES = {"read_mode": ("single-answer", "raw-tables", "xresponse"),
-           "extraction_logic": ("fast", "deep")}
-
-
-def _write_input(text: str, given: WriteOptions) -> WriteInput:
-    """Refuses, before anything is scheduled, what the client would refuse."""
-    options = _checked(given, WriteOptions)
-    mutations = options.get("structured_mutations")
-    if not isinstance(text, str) or bool(text.strip()) == (mutations is not None):
-        raise wrong("a write needs either a text or structured_mutations")
-    if mutations is not None and not mutations:
-        raise wrong("structured_mutations is empty; leave the write out")
-    if mutations is not None and len(options) > 1:
-        raise wrong("scope, extraction_logic and diff_engine are for a text, not for mutations")
-    to_json(text)
-    return WriteInput(text, to_json(options))
-
-
-def _checked(given: Mapping[str, Any], allowed: type) -> dict[str, Any]:
-    options = {name: value for name, value in given.items() if value is not None}
-    if unknown := sorted(options.keys() - allowed.__annotations__.keys()):
-        raise wrong(f"memory has no option {unknown[0]!r}")
-    for name, choices in CHOICES.items():
-        if options.get(name, choices[0]) not in choices:
-            raise wrong(f"{name} must be one of: {', '.join(choices)}")
-    try:
-        named = options["scope"]["objects"] if "scope" in options else [{"type": "-", "key": "-"}]
-        if not named or not all(each["type"] and each["key"] for each in named):
-            raise ValueError
-        for mutation in options.get("structured_mutations", ()):
-            ((_, change),) = mutation.items()
-            if len(change.keys() & {"create", "update", "delete"}) != 1:
-                raise ValueError
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise wrong("malformed scope or mutation; make them with scope_to(), create(), update() "
-                    "and delete()") from None
-    return options
+async def _call(
+    kind: type[R], call: Callable[..., Awaitable[Any]], *args: Any, **options: Any
+) -> R:
+    """Call the client and keep the fields of its result that `kind` has."""
+    found = await call(*args, **options, timeout=client_timeout())
+    kept = {name: getattr(found, name) for name in kind.__annotations__ if hasattr(found, name)}
+    return build(kind, **kept)
 
 
 # --- The plugin: for projects that let the Client bring the Activities ---------------------------
 
 
-@dataclass(frozen=True)
-class XmemoryConfig:
-    """Where memory is. What is empty comes from the environment; of the API key this holds the
-    variable's name and never the key, so nothing secret can be stored or logged with it."""
-
-    instance_id: str = ""  # else XMEM_INSTANCE_ID
-    url: str = ""  # else XMEM_API_URL, else the service
-    api_key_variable: str = "XMEM_API_KEY"
-
-
-class XmemoryClient(Protocol):
-    """What is used of the client."""
-
-    def instance(self, instance_id: str) -> XmemoryInstance: ...
-    async def aclose(self) -> None: ...
-
-
-def connect_client(url: str | None, api_key: str) -> XmemoryClient:
-    """The real client, `pip install xmemory-ai`. It obeys no proxy variable (as of 0.23)."""
-    from xmemory import AsyncXmemoryClient
-
-    client: XmemoryClient = AsyncXmemoryClient(url, api_key=api_key)
-    return client
-
-
 class XmemoryPlugin(SimplePlugin):
-    """Registers the memory Activities on every Worker of a Client; give it to the Client alone.
+    """Registers the memory Activities on every Worker of a Client. Give it to the Client alone.
 
-    Every Worker has a client of its own, closed when that Worker stops. A Worker without the API
-    key or the instance id is refused when it is made: ValueError names the missing variable.
+    The Workers share one client, which is opened when the first of them runs and closed when the
+    last of them stops. The API key comes from XMEM_API_KEY, the address from XMEM_API_URL or else
+    it is the service's, the instance from XMEM_INSTANCE_ID unless it is given. A variable that is
+    missing or malformed is a ValueError here, because a Worker that fails while it starts can hang.
     """
 
-    def __init__(
-        self, config: XmemoryConfig = XmemoryConfig(), *,
-        connect: Callable[[str | None, str], XmemoryClient] = connect_client,
-    ) -> None:
-        super().__init__("xmemory")
-        self._xmemory, self._connect = config, connect
-        self._clients: dict[MemoryActivities, XmemoryClient] = {}
+    def __init__(self, instance_id: str = "", connect: Callable[..., Any] | None = None) -> None:
+        """`connect(api_key=...)` makes a client; by default it is that of `xmemory-ai`."""
+        if connect is None:
+            from xmemory import AsyncXmemoryClient
 
-    def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
-        if _registered(config):
-            raise ValueError("the memory Activities are registered twice: give the plugin to the "
-                             "Client alone, and to no Worker that brings its own")
-        instance_id = self._xmemory.instance_id or _variable("XMEM_INSTANCE_ID")
-        url = self._xmemory.url or os.environ.get("XMEM_API_URL") or None
-        if url and not url.startswith(("http://", "https://")):
-            raise ValueError("XMEM_API_URL, or the url of the config, must start with http(s)://")
-        client = self._connect(url, _variable(self._xmemory.api_key_variable))
-        memory = MemoryActivities(client.instance(instance_id))
-        self._clients[memory] = client
-        config["activities"] = [*config.get("activities", ()), *memory.all()]
-        return super().configure_worker(config)
+            connect = AsyncXmemoryClient
+        if not os.environ.get("XMEM_API_URL", "http").startswith("http"):
+            raise ValueError("XMEM_API_URL must start with http:// or https://")
+        self._connect = partial(connect, api_key=_variable("XMEM_API_KEY"))
+        self._instance_id = instance_id or _variable("XMEM_INSTANCE_ID")
+        self._memory, self._workers = MemoryActivities(None), 0
+        super().__init__("xmemory", activities=self._memory.all(), run_context=self._running)
 
-    async def run_worker(self, worker: Worker, next: Callable[[Worker], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        if not self._workers:
+            self._client = self._connect()
+            self._memory.instance = self._client.instance(self._instance_id)
+        self._workers += 1
         try:
-            await super().run_worker(worker, next)
+            yield
         finally:
-            for memory in _registered(worker.config(active_config=True)):
-                await self._clients.pop(memory).aclose()
-
-
-def _registered(config: WorkerConfig) -> set[MemoryActivities]:
-    owners = {getattr(run, "__self__", None) for run in config.get("activities", ())}
-    return {owner for owner in owners if isinstance(owner, MemoryActivities)}
+            self._workers -= 1
+            if not self._workers:
+                await self._client.aclose()
 
 
 def _variable(name: str) -> str:
     value = os.environ.get(name, "").strip()
-    if value.isascii() and value.isprintable() and value:
+    if value and value.isascii() and value.isprintable():
         return value
-    what = "holds what no key or id can" if value else "is not set"
-    raise ValueError(f"{name} {what}; this Worker needs it to reach xmemory")
+    raise ValueError(f"{name} is not set, or holds what no key and no id can")

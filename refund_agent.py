@@ -1,984 +1,880 @@
-"""A customer-support refund agent that survives being killed. Read it top to bottom.
+"""A customer-support refund agent that survives being killed. Read it from top to bottom.
 
-One plain coroutine, `run_agent`, is the agent. It is told how to act and how to ask by the runtime
-it is handed: a plain process awaits the steps directly, the Workflow at the end of this file
-schedules them as Activities. Nothing in the loop knows which. The words, each with one meaning:
+The agent is one coroutine, `run_agent`. A runtime tells it how to act and how to ask. A plain
+process is one runtime: it awaits each call directly. The Workflow below is the other: it schedules
+each call as an Activity. The loop does not know which one it runs in.
 
-    request   what the customer wants refunded
-    known     what this case has learned so far; the decider sees all of it on every turn (context)
-    step      what the decider wants next: ask, look something up, or decide
-    turn      one step, carried out or rejected
-    case      one request from first message to result; its id is the Workflow ID
-    decider   what chooses the steps: the policy below, or a live model. Code bounds it: which steps
-              there are, the amount, and when a human must approve; the rest is the decider's
+    case        one request for a refund, from the first message to the result
+    order line  what is refunded: one line of an order, as the shop names it
+    known       what the case has learned so far, and all that the decider sees
+    step        what the decider wants next: ask, look something up, or decide
+    decider     a fixed one, `decide`, or a live model. Code bounds what it may do
+    terms       item, price, currency and payment: what a decision rests on
+    handover    a case that a colleague takes over
 
-The one rule: every fact has an owner, and the owner's record wins. Stripe owns whether money moved,
-the shop owns the order, Event History owns where the work stands. Memory informs, never decides.
+Every fact has an owner, and the owner's record wins. Stripe owns whether money moved, the shop
+owns the order, and Event History owns where the work stands. Memory informs and never decides.
 """
 
 import asyncio
 import hashlib
 import re
-import signal
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from temporalio import activity, workflow
-from temporalio.client import Client, WorkflowHandle
-from temporalio.common import (
-    RawValue,
-    RetryPolicy,
-    WorkflowIDConflictPolicy,
-    WorkflowIDReusePolicy,
-)
-from temporalio.exceptions import ActivityError, ApplicationError, WorkflowAlreadyStartedError
-from temporalio.exceptions import is_cancelled_exception as is_cancelled
-from temporalio.service import RPCError, RPCStatusCode
+from temporalio.client import Client, WorkflowHandle, WorkflowQueryFailedError
+from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
+from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-with workflow.unsafe.imports_passed_through():
-    import memory_activities as xmemory
+with workflow.unsafe.imports_passed_through():  # else the sandbox imports it again for each case
+    import memory_activities
 
-# --- Constants, each with its reason -------------------------------------------------------------
+T = TypeVar("T")
 
-AUTO_APPROVE_LIMIT = {"usd": 100_00, "eur": 100_00, "jpy": 15_000}  # minor units; others: a human
-MAX_EARLIER_REFUNDS = 1  # a customer with more than this goes to a human
-REFUND_WINDOW = timedelta(days=30)  # the shop's promise, counted from the purchase
-MAX_TURNS = 12  # the policy needs six; a decider that needs twice that is lost
-MAX_REJECTED = 3  # a decider that ignores three refusals will ignore the fourth
-MAX_TEXT = 2_000  # characters of one message; a longer one never enters what is known
-MAX_RECALLED = 10  # past cases of a customer, the latest ones
-MAX_EARLY = 20  # answers kept for questions not asked yet: a reset hands old ones over first
-
-PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # then: abandoned
-REFUND_PATIENCE = timedelta(hours=12)  # half of what Stripe keeps an idempotency key for
-LULL, FLOOD = timedelta(seconds=1), 50  # messages within that; a run cannot close while they come
-MAX_EVENTS = 1_000  # of a run that waits. A Worker that comes back reads what it missed at once,
-# and the SDK gives it two seconds for that
-STRIPE_PAGE = 100  # refunds in one answer; the most Stripe gives
-DRAIN_TIMEOUT = timedelta(seconds=10)  # for what is in flight when a Worker is told to stop
-QUERY_TIMEOUT = timedelta(seconds=1)  # no Worker answers: send the message anyway, it will keep
-
-HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
-STEP_TIMEOUT = timedelta(seconds=60)  # one attempt of anything: a model or Stripe that hangs is cut
-FIRST_RETRY = timedelta(milliseconds=200)  # most faults are gone at once
-STEP_RETRY = RetryPolicy(  # about seven minutes if every try fails at once, then a human looks
-    initial_interval=FIRST_RETRY, maximum_interval=timedelta(seconds=30), maximum_attempts=20
-)
-REFUND_RETRY = RetryPolicy(  # no maximum: the failure table ends it, a lost Worker costs no try
-    initial_interval=FIRST_RETRY, maximum_interval=timedelta(minutes=1)
-)
-RECALL_TIMEOUT = timedelta(seconds=20)
-# Memory is useful, not needed. Whoever asks to wait for long is not waited for.
-BUSY = [xmemory.DAILY_QUOTA.type, xmemory.RATE_LIMITED.type]
-RECALL_RETRY = RetryPolicy(maximum_attempts=3, non_retryable_error_types=BUSY)  # a few seconds
-REMEMBER_RETRY = RetryPolicy(  # two minutes if every try fails at once; the money has moved by then
-    maximum_interval=timedelta(seconds=30), maximum_attempts=8, non_retryable_error_types=BUSY[:1]
-)
-
-ZERO_DECIMAL = set("bif clp djf gnf jpy kmf krw mga pyg rwf ugx vnd vuv xaf xof xpf".split())
-THREE_DECIMAL = set("bhd jod kwd omr tnd".split())  # both lists are Stripe's
-
-# --- What crosses the Activity boundary ----------------------------------------------------------
-# These types are written into Event History, where old runs still hold them: they only gain fields.
-# Times are seconds since the epoch: the Workflow sandbox wraps `datetime`, and the SDK's converter
-# does not know the wrapped class again.
-
-
-def is_whole(amount: object) -> bool:
-    """Whether this is an int that JSON carries unharmed: no float, no bool, nothing absurd."""
-    return type(amount) is int and abs(amount) < 2**53
-
-
-@dataclass(frozen=True)
-class Money:
-    """`amount` is in the currency's minor unit: cents for usd, whole yen for jpy."""
-
-    amount: int
-    currency: str
-
-    def __str__(self) -> str:
-        places = 0 if self.currency in ZERO_DECIMAL else 3 if self.currency in THREE_DECIMAL else 2
-        whole, rest = divmod(self.amount, 10**places)
-        return f"{whole:,}{f'.{rest:0{places}}' if places else ''} {self.currency.upper()}"
+# --- What the agent knows ------------------------------------------------------------------------
+# These types are written into Event History, where open cases hold old ones: only ever add fields,
+# with a default. Amounts are in minor units: cents for usd, whole yen for jpy. Times are seconds
+# since the epoch.
 
 
 @dataclass(frozen=True)
 class RefundRequest:
+    """What the customer wants. `order_id` is spelled as the shop spells it."""
+
     order_id: str
     customer_id: str
     message: str
-    line: int = 1  # which line of the order
+    line: int = 1
+
+    @property
+    def name(self) -> str:
+        """The order line's name at Stripe, in the idempotency key and in the refund's metadata."""
+        return f"{self.order_id}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Refund:
+    """A refund at Stripe. `status` is Stripe's word."""
+
+    id: str
+    status: str
+    amount: int
+    currency: str
 
 
 @dataclass(frozen=True)
 class Order:
-    """The shop's order line, with what Stripe says is `left` of the payment (minor units), not
-    counting a refund of this very case."""
+    """An order line as the shop has it, and its payment as Stripe has it."""
 
     item: str
-    price: Money
-    left: int
+    price: int
+    currency: str
     payment_intent: str
     purchased_at: float
+    captured: int = 0  # how much of the payment Stripe received
+    refund: Refund | None = None  # of this very line, if Stripe has one already
 
     @property
-    def refundable(self) -> int:
-        return min(self.price.amount, self.left)
+    def terms(self) -> tuple[object, ...]:
+        return self.item, self.price, self.currency, self.payment_intent
 
 
 @dataclass(frozen=True)
-class CustomerHistory:
-    earlier_refunds: int
+class Known:
+    """Everything that the case has learned."""
+
+    request: RefundRequest
+    started_at: float
+    recalled: tuple[str, ...] | None = None  # past cases; None: no record, or it was not read
+    answers: dict[str, str] = field(default_factory=dict)  # by question
+    order: Order | None = None
+    earlier_refunds: int | None = None
+    policy: str | None = None  # why the shop's rules forbid a refund; empty if they do not
+    rejected: tuple[str, ...] = ()  # the steps that the guard rails refused, and why
 
 
-@dataclass(frozen=True)
-class PolicyCheck:
-    eligible: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Question:
-    """`to` is customer or reviewer. The id holds the turn and a digest of the text, so that an
-    answer which a reset applies again answers this very question or none."""
-
-    id: str
-    to: str
-    text: str
-
-    @classmethod
-    def at(cls, turn: int, to: str, text: str) -> "Question":
-        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
-        return cls(f"{to}-{turn}-{digest}", to, text)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """`approve` counts only in the reviewer's answer; the text then is a note."""
-
-    question_id: str
-    text: str
-    approve: bool = False
+MAX_TEXT = 2_000  # characters of one text from outside; a few such texts fit any model and history
 
 
 @dataclass(frozen=True)
 class Step:
-    """`action` is one of `ACTIONS` once `refusal` has looked at it; until then, anything. `text` is
-    the question, or the reason for the decision; `amount` is in minor units."""
+    """What the decider wants next. `text` is the question, or the reason for a decision."""
 
     action: str
     text: str = ""
     amount: int = 0
 
-    @classmethod
-    def of(cls, raw: object) -> "Step":
-        """A model may return anything; what is not shaped like a step has no known action."""
-        action, text = getattr(raw, "action", None), getattr(raw, "text", "")
-        amount = getattr(raw, "amount", 0)
-        if type(action) is not str or type(text) is not str or not is_whole(amount):
-            return cls("malformed", f"a {type(raw).__name__} is not a step")
-        return cls(action[:MAX_TEXT], text[:MAX_TEXT], amount)
-
 
 @dataclass(frozen=True)
-class Asked:
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True)
-class Known:
-    """All that a case has learned, in the order it is learned."""
-
-    recalled: tuple[str, ...] | None = None  # past cases; hearsay. None: memory was not asked yet
-    new_customer: bool = False  # memory has no record of this customer yet
-    memory_notice: str = ""  # why memory could not help
-    turn: int = 0
-    step: Step | None = None  # in hand; set between deciding and learning
-    answers: tuple[Asked, ...] = ()
-    order: Order | None = None
-    order_missing: bool = False  # the shop has no such order of this customer
-    history: CustomerHistory | None = None
-    policy: PolicyCheck | None = None
-    rejected: tuple[str, ...] = ()  # steps that the guard rails refused, and why
-
-
-@dataclass(frozen=True)
-class Situation:
-    request: RefundRequest
-    known: Known
-
-
-@dataclass(frozen=True)
-class OrderLine:
-    """What is looked up, and for which case."""
-
-    request: RefundRequest
-    case_id: str
-
-
-@dataclass(frozen=True)
-class RefundOrder:
-    """What Stripe is asked for, a function of the case alone; only `give_up_at` is not sent."""
-
-    case_id: str
-    idempotency_key: str
-    payment_intent: str
-    money: Money
-    give_up_at: float
-
-
-@dataclass(frozen=True)
-class Refund:
+class Question:
     id: str
-    status: str  # Stripe's word: succeeded, pending, requires_action, failed or canceled
-    money: Money
+    to: str  # customer or reviewer
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Only a reviewer approves; the text of a reviewer is a note for colleagues."""
+
+    question_id: str
+    text: str = ""
+    approve: bool = False
+
+
+@dataclass(frozen=True)
+class AgreedRefund:
+    """What was decided, with the terms that it rests on. With a `refund_id`, it is a look at a
+    refund that Stripe has not settled yet."""
+
+    request: RefundRequest
+    order: Order | None = None
+    amount: int = 0
+    refund_id: str = ""
 
 
 @dataclass(frozen=True)
 class RefundResult:
-    """`outcome` is a key of `TOLD`; `told` is what the customer hears; `notice` is for colleagues:
-    why a human is needed, a reviewer's note, or why long-term memory does not have the case."""
+    """How a case stands. The customer hears `told`; colleagues read `notice`."""
 
-    outcome: str
+    outcome: str  # a key of `TOLD`, below
     told: str
     refund: Refund | None = None
-    remembered: bool = False
+    remembered: bool = False  # whether memory has the case
     notice: str = ""
 
 
-TOLD = {
-    "refund succeeded": "Your refund of {money} is complete.",
-    "refund pending": "Your refund of {money} is on its way; it is not confirmed yet.",
-    "refund requires_action": "Your refund of {money} waits for your bank details.",
-    "refund failed": "Your refund of {money} was sent, but came back.",
-    "refund canceled": "Your refund of {money} was canceled before it was sent.",
-    "denied": "We cannot refund this order: {reason}.",
-    "order not found": "We found no such order of yours.",
-    "already refunded": "This payment was already refunded in full.",
-    "charge disputed": "Your bank is handling a dispute of this payment; we cannot refund it.",
-    "abandoned": "We did not hear back in time, so this case is closed. No money was moved.",
-    "needs a human": "A colleague will look at this and write to you.",
-}
-CHANGED = "the payment changed while the case waited"
+# --- Decider and guard rails ---------------------------------------------------------------------
 
-# --- How the agent decides -----------------------------------------------------------------------
+# Both tables have the same currencies. Every other currency is for a human.
+DECIMALS = {"usd": 2, "eur": 2, "gbp": 2, "jpy": 0}
+AUTO_APPROVE_LIMIT = {"usd": 100_00, "eur": 100_00, "gbp": 100_00, "jpy": 15_000}  # of one case
+
+
+def money(amount: int, currency: str) -> str:
+    decimals = DECIMALS.get(currency, 0)
+    return f"{amount / 10**decimals:,.{decimals}f} {currency.upper()}"
+
 
 INTAKE = ("Was the package opened?", "What was damaged?")
-LOOKUPS = {  # and the field of Known that each one fills
-    "lookup_order": "order", "lookup_customer_history": "history", "check_refund_policy": "policy"}
-ACTIONS = ("ask", *LOOKUPS, "approve", "escalate", "deny")
 
 
-def decide(request: RefundRequest, known: Known) -> Step:
-    """The policy, a pure function: two questions, two lookups, then a decision."""
+def decide(known: Known) -> Step:
+    """The fixed decider, a pure function: ask two questions, look up two records, then decide. It
+    approves a small refund of a customer with a clean history whenever the item was bought."""
     if len(known.answers) < len(INTAKE):
         return Step("ask", INTAKE[len(known.answers)])
     if known.order is None:
         return Step("lookup_order")
-    if known.history is None:
+    if known.earlier_refunds is None:
         return Step("lookup_customer_history")
-    refund = Money(known.order.refundable, known.order.price.currency)
-    clean = known.history.earlier_refunds <= MAX_EARLIER_REFUNDS
-    if clean and not above_limit(refund):
-        return Step("approve", "within the limit, clean history", refund.amount)
+    price = known.order.price
+    # One earlier refund is an accident. Two need a second look.
+    if known.earlier_refunds <= 1 and price <= AUTO_APPROVE_LIMIT[known.order.currency]:
+        return Step("approve", "within the limit, clean history", price)
     if known.policy is None:
         return Step("check_refund_policy")
-    if not known.policy.eligible:
-        return Step("deny", known.policy.reason)
-    reason = f"{known.history.earlier_refunds} earlier refunds" if not clean else "above the limit"
-    return Step("escalate", reason, refund.amount)
+    if known.policy:
+        return Step("deny", known.policy)
+    return Step("escalate", f"earlier refunds of this customer: {known.earlier_refunds}", price)
 
 
-def unfit_text(text: str, sender: str) -> str:
-    """Why a message cannot be used, or "". A reviewer need not add a note."""
-    if sender == "customer" and not text.strip():
-        return "empty"
-    return f"longer than {MAX_TEXT:,} characters" if len(text) > MAX_TEXT else ""
-
-
-def above_limit(refund: Money) -> bool:
-    """Whether a human must approve. A currency without a limit of its own always needs one."""
-    return refund.amount > AUTO_APPROVE_LIMIT.get(refund.currency, 0)
+LOOKUPS = {  # each with the field of Known that it fills
+    "lookup_order": "order",
+    "lookup_customer_history": "earlier_refunds",
+    "check_refund_policy": "policy",
+}
+ACTIONS = ("ask", *LOOKUPS, "approve", "escalate", "deny")
+MAX_QUESTIONS = 4  # `decide` asks two; a customer answers a few questions, not a dozen
 
 
 def refusal(step: Step, known: Known) -> str:
-    """The guard rails: why this step is not carried out, or "". They hold whatever model sits there
-    and whatever a customer or a memory told it."""
+    """The guard rails: why a step is not carried out, or "". They hold for every decider, whatever
+    a customer or a memory told it. What it should know before it decides is up to the decider."""
     if step.action not in ACTIONS:
         return f"there is no such step; choose one of {', '.join(ACTIONS)}"
+    if step.action in ("ask", "deny") and not letters(step.text):
+        return "the text is empty"
     if step.action == "ask":
-        if not step.text.strip():
-            return "the question is empty"
-        if any(step.text == asked.question for asked in known.answers):
+        if letters(step.text) in map(letters, known.answers):
             return "this question was already answered"
+        if len(known.answers) >= MAX_QUESTIONS:
+            return f"the customer has answered {MAX_QUESTIONS} questions; that is enough"
     if step.action in LOOKUPS and getattr(known, LOOKUPS[step.action]) is not None:
         return "this is already known"
-    if step.action in ("approve", "escalate", "check_refund_policy") and known.order is None:
-        return "look up the order first"
-    if step.action in ("approve", "escalate") and known.order is not None:
-        if not 0 < step.amount <= known.order.refundable:
-            most = Money(known.order.refundable, known.order.price.currency)
-            return f"the amount must be above 0, and at most {most}"
+    if step.action in ("check_refund_policy", "approve", "escalate"):
+        if known.order is None:
+            return "look up the order first"
+        if step.action != "check_refund_policy" and not 0 < step.amount <= known.order.price:
+            return f"the amount must be above 0, and at most {known.order.price} minor units"
     return ""
 
 
+def letters(text: str) -> str:
+    """A question without case, spaces and punctuation, which do not make it another question."""
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
 # --- The loop ------------------------------------------------------------------------------------
-# Decide, act, learn, until a step ends the case; then carry the decision out and remember it. The
-# bounds are part of the design: a decider that turns in circles ends as "needs a human".
-
-T = TypeVar("T")
-In = TypeVar("In")
-Out = TypeVar("Out")
-
-
-class StepFailed(Exception):
-    """A step that will not succeed, the same in every runtime; `type` is a stable string."""
-
-    def __init__(self, type: str, message: str, details: Sequence[Any] = ()) -> None:
-        super().__init__(message)
-        self.type, self.message, self.details = type, message, tuple(details)
+# The happy path: recall, ask twice, look up twice, refund, tell, remember. Three things can go
+# wrong, and each has one answer.
+#
+# * A process dies. Replay runs this code again from the top and hands each finished Activity its
+#   recorded result, so a new Worker arrives where the dead one stood. One call may be in flight at
+#   that moment, and it is made again. `issue_refund` is safe to call again.
+# * An Activity fails for good. It raises ApplicationError, and the case becomes a handover.
+# * The world changes while nothing runs. `issue_refund` asks the owners again before it sends.
 
 
 class Runtime(Protocol):
-    """How to act and how to ask. Steps that fail raise StepFailed; cancellation passes through."""
+    """How to act and how to ask. `act` carries out a method of RefundActivities, below, and raises
+    ApplicationError if it fails for good. `ask` returns None if there was no answer in time. `tell`
+    shows how the case stands. `next_day` waits for a day; a plain process returns False instead."""
 
-    def now(self) -> float:
-        """Seconds since the epoch; in a Workflow, the same on every replay."""
+    started_at: float  # when the case started; a replay and a reset do not change it
+    memory: memory_activities.WorkflowMemory
 
-    async def act(self, step: Callable[[Any, In], Awaitable[Out]], argument: In) -> Out:
-        """Carry out one of the Activities below."""
-
-    async def ask(self, question: Question, known: Known) -> Answer | None:
-        """Ask a person; None if there was no answer in time."""
-
-    async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput: ...
-
-    async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None: ...
+    async def act(self, method: Callable[[Any, Any], Awaitable[T]], argument: Any) -> T: ...
+    async def ask(self, question: Question) -> Answer | None: ...
+    def tell(self, result: RefundResult) -> None: ...
+    async def next_day(self) -> bool: ...
 
 
-class CaseKey(NamedTuple):
-    """Who this case is to the outside world, from its first attempt to its last.
-
-    `case_id` (the Workflow ID) follows from the order line, so a second start finds the first.
-    `first_run_id` is the one id that also survives a retry, a reset and Continue-As-New; the Run ID
-    and `workflow.uuid4()` do not.
-    """
-
-    case_id: str
-    first_run_id: str
-
-
-async def run_agent(
-    request: RefundRequest, key: CaseKey, runtime: Runtime, known: Known = Known()
-) -> RefundResult:
-    """Work on one case until it has a result. Raises only on cancellation."""
-    if known.recalled is None:
-        known = await recall(request, runtime, known)
+async def run_agent(request: RefundRequest, runtime: Runtime) -> RefundResult:
+    """Work on one case until it has a result. Raises only if it is canceled before its refund is
+    requested."""
+    # Memory comes first, because the decider should see it. If it fails, the case goes on.
+    known = Known(request, runtime.started_at, await recall(request, runtime))
     try:
-        decision = await decide_case(request, key, runtime, known)
-    except StepFailed as failure:
-        decision = ended("needs a human", notice=failure.message)
-    return await to_its_end(carry_out(decision, request, key, runtime, known))
+        result = await work(known, runtime)
+    except ApplicationError as failure:
+        outcome = failure.type or HUMAN  # see `final_failure`
+        result = (
+            make_result(outcome) if outcome in ASK_AGAIN else hand_over(request, failure.message)
+        )
+    # The customer hears the result as soon as it is known. Memory is best effort, so it comes
+    # after. A cancel that arrives from here on changes nothing, because the money may have moved.
+    runtime.tell(result)
+    result = await to_its_end(remember(result, known, runtime))
+    if result.refund and result.outcome in OPEN and not is_canceled():
+        final = await watch(result.refund, request, runtime)
+        if final.outcome == result.outcome:  # canceled, or a plain process
+            return result
+        # Memory has the old outcome, and weeks may have passed. So read the record again first.
+        known = replace(known, recalled=await to_its_end(recall(request, runtime)))
+        result = await to_its_end(remember(final, known, runtime))
+    return result
 
 
-async def recall(request: RefundRequest, runtime: Runtime, known: Known) -> Known:
-    """What memory holds about this customer, and about no other: the read is bound to the one
-    record, and sees nothing else."""
-    mine = xmemory.scope_to("Customer", {"customer_id": request.customer_id})
-    try:
-        found = await runtime.recall("Customer", mine)
-        rows = [row for row in found.rows() if row.get("customer_id") == request.customer_id]
-    except (StepFailed, ApplicationError) as failure:
-        if isinstance(failure, StepFailed) and failure.type == xmemory.BAD_REQUEST.type:
-            return replace(known, recalled=(), new_customer=True)  # a scope to no record
-        return replace(known, recalled=(), memory_notice=failure.message)
-    cases = [case for row in rows for case in str(row.get("past_cases") or "").splitlines()]
-    recalled = tuple(case[:MAX_TEXT] for case in cases[-MAX_RECALLED:])
-    return replace(known, recalled=recalled, memory_notice=found.notice or "")
+MAX_TURNS = 12  # `decide` needs six; this also bounds history, and terms that keep changing
 
 
-async def decide_case(
-    request: RefundRequest, key: CaseKey, runtime: Runtime, known: Known
-) -> RefundResult | RefundOrder:
-    while known.turn < MAX_TURNS and len(known.rejected) < MAX_REJECTED:
-        step = known.step
-        if step is None:
-            situation = Situation(request, known)
-            step = await runtime.act(RefundActivities.agent_decide_next_step, situation)
-            known = replace(known, step=step)
-        if refused := refusal(step, known):
-            known = learned(known, rejected=(*known.rejected, f"{step.action}: {refused}"))
+async def work(known: Known, runtime: Runtime) -> RefundResult:
+    """Decide, act, learn, until a step ends the case."""
+    for turn in range(MAX_TURNS):
+        # The decider sees everything that is known, and chooses one step. If the process dies
+        # meanwhile, it chooses again. A recorded choice is never made again.
+        step = await runtime.act(RefundActivities.agent_decide_next_step, known)
+        if why := refusal(step, known):
+            # Nothing was carried out. The decider sees why and may choose better.
+            known = replace(known, rejected=(*known.rejected, f"{step.action}: {why}"))
         elif step.action == "ask":
-            question = Question.at(known.turn, "customer", step.text)
-            answer = await runtime.ask(question, known)
-            if answer is None:
-                return ended("abandoned")
-            if known.order and await has_changed(known.order, request, key, runtime):
-                return ended("needs a human", notice=CHANGED)
-            known = learned(known, answers=(*known.answers, Asked(step.text, answer.text)))
+            # Nobody may answer for days. The wait costs nothing and survives every Worker.
+            answer = await runtime.ask(question_about(known, turn, "customer", step.text))
+            if not answer:
+                return make_result("no answer")
+            known = replace(known, answers=known.answers | {step.text: answer.text})
         elif step.action in LOOKUPS:
-            known = await look_up(step.action, request, key, known, runtime)
-            if known.order_missing or (known.order and known.order.left == 0):
-                return ended("order not found" if known.order_missing else "already refunded")
+            # Ask the owner of the fact. To ask again is harmless.
+            found = await runtime.act(getattr(RefundActivities, step.action), known)
+            known = replace(known, **{LOOKUPS[step.action]: found})
+            if known.order and known.order.refund:
+                # An earlier run or a colleague made this refund. Go on as if it were ours.
+                return report(known.order.refund, known.request)
         elif step.action == "deny":
-            return ended("denied", reason=step.text)
+            return make_result("denied", reason=step.text)
         else:
-            assert known.order is not None  # else the guard rails had refused the step
-            return await order_refund(step, known.order, request, key, runtime, known)
-    return ended("needs a human", notice="the decider ran out of turns or ignored its refusals")
+            result = await review_and_refund(step, known, turn, runtime)
+            if result:
+                return result
+            # The terms changed before anything was sent. Forget the order, keep what the customer
+            # said, and decide again.
+            known = replace(known, order=None, policy=None)
+    return hand_over(known.request, "the decider found no decision within its bounds")
 
 
-async def look_up(
-    action: str, request: RefundRequest, key: CaseKey, known: Known, runtime: Runtime
-) -> Known:
-    if action == "lookup_order":
-        line = OrderLine(request, key.case_id)
-        order = await runtime.act(RefundActivities.lookup_order, line)
-        return learned(known, order=order, order_missing=order is None)
-    if action == "lookup_customer_history":
-        found = await runtime.act(RefundActivities.lookup_customer_history, request.customer_id)
-        return learned(known, history=found)
-    assert known.order is not None  # `refusal` saw to it
-    check = await runtime.act(RefundActivities.check_refund_policy, known.order)
-    return learned(known, policy=check)
-
-
-async def has_changed(
-    order: Order, request: RefundRequest, key: CaseKey, runtime: Runtime
-) -> bool:
-    """Whether the order is another now that a person was waited for: a month may have passed."""
-    now = await runtime.act(RefundActivities.lookup_order, OrderLine(request, key.case_id))
-    return now is None or now.left != order.left
-
-
-async def order_refund(
-    step: Step, order: Order, request: RefundRequest, key: CaseKey, runtime: Runtime, known: Known
-) -> RefundResult | RefundOrder:
-    """Above the limit, or if the decider says so, only a human can approve."""
-    refund = Money(step.amount, order.price.currency)
-    if step.action == "escalate" or above_limit(refund):
-        question = Question.at(known.turn, "reviewer", f"Refund {refund}? ({step.text})")
-        answer = await runtime.ask(question, known)
-        if answer is None:
-            return ended("abandoned")
+async def review_and_refund(
+    step: Step, known: Known, turn: int, runtime: Runtime
+) -> RefundResult | None:
+    """Ask a reviewer if one is needed, then refund. None if the terms changed and nothing was
+    sent."""
+    order, request = known.order, known.request
+    assert order  # the guard rails refuse this step without an order
+    if step.action == "escalate" or step.amount > AUTO_APPROVE_LIMIT[order.currency]:
+        # A decider cannot approve this amount alone, whatever it says.
+        refund_of = f"Refund {money(step.amount, order.currency)} for {order.item}"
+        text = f"{refund_of}, order {request.name}? ({step.text})"
+        answer = await runtime.ask(question_about(known, turn, "reviewer", text))
+        if not answer:
+            return hand_over(request, "no reviewer answered in time")
         if not answer.approve:
-            return ended("denied", reason="a colleague decided so", notice=answer.text)
-        # A cancel that came before the approval is delivered here, too, at the next await that
-        # leaves the Workflow: Signals are handled first.
-        if await has_changed(order, request, key, runtime):
-            return ended("needs a human", notice=CHANGED)
-    # The key is never made of the amount or the attempt: these may change, the refund must not.
-    idempotency_key = f"refund:{key.first_run_id}:{order.payment_intent}:{request.line}"
-    give_up_at = runtime.now() + REFUND_PATIENCE.total_seconds()
-    return RefundOrder(key.case_id, idempotency_key, order.payment_intent, refund, give_up_at)
+            return make_result("denied", reason="a colleague decided so", notice=answer.text)
+    # From here on money may move. What was agreed travels with the effect. A cancel waits for the
+    # outcome, because a request that has left cannot be taken back. If nothing was sent, the cancel
+    # ends the case.
+    agreed = AgreedRefund(request, order, step.amount)
+    refund = await to_its_end(runtime.act(RefundActivities.issue_refund, agreed))
+    if refund:
+        return report(refund, request)
+    if is_canceled():
+        raise asyncio.CancelledError
+    return None
 
 
-async def carry_out(
-    decision: RefundResult | RefundOrder, request: RefundRequest, key: CaseKey, runtime: Runtime,
-    known: Known,
-) -> RefundResult:
-    """Move the money, if that was decided, and remember the case: under a key of its own, and as a
-    line in the record of its customer, which is all that the next recall sees. Of two cases of one
-    customer that are open at the same time, the one that ends last overwrites the other's line."""
-    result = decision if isinstance(decision, RefundResult) else await refund(decision, runtime)
-    values = {"customer_id": request.customer_id, "order_id": request.order_id}
-    values |= {"outcome": result.outcome}
-    if result.refund is not None:
-        values |= {"refund_id": result.refund.id, "refunded": str(result.refund.money)}
-    customer = {"customer_id": request.customer_id}
-    if known.new_customer:
-        with suppress(StepFailed):  # it is there, or the next write fails as well
-            await runtime.remember([xmemory.create("Customer", customer, {})])
-    changes = [xmemory.create("RefundCase", {"case_id": key.case_id}, values)]
-    if not known.memory_notice:  # else what was not recalled would be overwritten
-        this = f"order {request.order_id}: {result.outcome}"
-        cases = dict.fromkeys([*(known.recalled or ()), this])
-        past_cases = "\n".join([*cases][-MAX_RECALLED:])
-        changes.append(xmemory.update("Customer", customer, {"past_cases": past_cases}))
-    try:
-        await runtime.remember(changes)
-    except StepFailed as failure:
-        doubt = f"memory may not have this case: {failure.message}"
-        return replace(result, notice=f"{result.notice} {doubt}".strip())
-    missing = known.memory_notice
-    unseen = f"the next case will not recall this one: {missing}" if missing else ""
-    return replace(result, remembered=True, notice=f"{result.notice} {unseen}".strip())
+def question_about(known: Known, turn: int, to: str, text: str) -> Question:
+    """A reset applies old answers again, to the same questions. So the id stands for this text,
+    these terms and this start: an approval that was given for others approves nothing."""
+    about = (text, known.order and known.order.terms, known.started_at)
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    return Question(f"{to}-{turn}-{digest}", to, text)
 
 
-async def refund(order: RefundOrder, runtime: Runtime) -> RefundResult:
-    try:
-        done = await runtime.act(RefundActivities.issue_refund, order)
-    except StepFailed as failure:
-        outcome = {ALREADY_REFUNDED: "already refunded", DISPUTED: "charge disputed"}
-        return ended(outcome.get(failure.type, "needs a human"), notice=failure.message)
-    return ended(f"refund {done.status}", done)
+async def watch(refund: Refund, request: RefundRequest, runtime: Runtime) -> RefundResult:
+    """Look at an open refund once a day, and tell what Stripe says on that day."""
+    result = report(refund, request)
+    look = AgreedRefund(request, refund_id=refund.id)
+    with suppress(asyncio.CancelledError):  # between two looks: end with what Stripe said last
+        for _ in range(30):  # days; a bank that needs longer than a month needs a person
+            if result.outcome not in OPEN or not await runtime.next_day():
+                return result
+            with suppress(ApplicationError):  # a look that fails is over; tomorrow is another
+                if found := await runtime.act(RefundActivities.issue_refund, look):
+                    result = report(found, request)
+                    runtime.tell(result)
+        if result.outcome in OPEN:
+            result = hand_over(request, f"{refund.id} is still open after a month", refund)
+            runtime.tell(result)
+    return result
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Cancel must not lose what money in flight does: wait for it, then report it."""
-    running = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        return await running
+async def to_its_end(running: Awaitable[T]) -> T:
+    """Wait for this, even if the case is canceled meanwhile."""
+    task = asyncio.ensure_future(running)
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    return task.result()
 
 
-def learned(known: Known, **facts: Any) -> Known:
-    """What is known after a turn."""
-    return replace(known, turn=known.turn + 1, step=None, **facts)
+def is_canceled() -> bool:
+    """Whether a cancel was requested, even if `to_its_end` has caught it."""
+    task = asyncio.current_task()
+    return bool(task and task.cancelling())
 
 
-def ended(
+# --- How a case ends -----------------------------------------------------------------------------
+
+METADATA_KEY = "order_line"  # in the metadata of a refund; the value is the order line's name
+HUMAN = "needs a human"
+TOLD = {  # what the customer hears
+    "refund succeeded": "Your refund of {money} is sent.",
+    "refund pending": "Your refund of {money} is on its way; it is not confirmed yet.",
+    "refund requires_action": "Your refund of {money} waits for your bank details.",
+    "refund failed": "Your refund of {money} came back. A colleague will write to you.",
+    "refund canceled": "Your refund of {money} was canceled. A colleague will write to you.",
+    "denied": "We cannot refund this order: {reason}.",
+    "order not found": "We found no such order of yours.",
+    "not paid": "This order is not paid, so there is nothing to refund.",
+    "no answer": "We did not hear back in time, so this case is closed. You can ask again.",
+    HUMAN: "A colleague will look at this and write to you.",
+}
+OPEN = ("refund pending", "refund requires_action")  # Stripe will change these
+# Nothing was decided, so the customer may ask again. Every other result stands: whoever was told
+# to act next owns the case.
+ASK_AGAIN = ("order not found", "not paid", "no answer")
+
+
+def make_result(
     outcome: str, refund: Refund | None = None, *, reason: str = "", notice: str = ""
 ) -> RefundResult:
-    told = TOLD.get(outcome, TOLD["needs a human"])
-    money = refund.money if refund else ""
-    return RefundResult(outcome, told.format(money=money, reason=reason), refund, notice=notice)
+    amount = money(refund.amount, refund.currency) if refund else ""
+    told = TOLD[outcome].format(money=amount, reason=reason)
+    return RefundResult(outcome, told, refund, notice=notice)
 
 
-# --- What Stripe's failures mean -----------------------------------------------------------------
-# One table. Errors are known by their attributes, so the SDK's and a stand-in's are treated alike.
-# Every try asks the owner first, so trying again is always safe; the question is only how long. A
-# 500 is answered again to the same key for a day: those tries only look whether a refund turned up.
-
-ALREADY_REFUNDED, DISPUTED = "StripeAlreadyRefunded", "StripeChargeDisputed"
-
-
-class StripeFailure(NamedTuple):
-    type: str
-    retried: bool  # until the refund's `give_up_at`; otherwise, and after that, it is final
-    message: str
+def report(refund: Refund, request: RefundRequest) -> RefundResult:
+    """Say what Stripe says. A colleague helps a customer who did not get the money."""
+    outcome = f"refund {refund.status}"
+    if outcome in ("refund succeeded", *OPEN):
+        return make_result(outcome, refund)
+    return hand_over(request, f"{refund.id} is {refund.status}", refund, outcome)
 
 
-STRIPE_FAILURES = {  # by `error.code`, else by `error.type`, else by HTTP status
-    "charge_already_refunded": StripeFailure(ALREADY_REFUNDED, False, "already refunded in full"),
-    "charge_disputed": StripeFailure(DISPUTED, False, "the payment is disputed"),
-    "resource_missing": StripeFailure("StripeNotFound", False, "Stripe has no such payment"),
-    "idempotency_key_in_use": StripeFailure("StripeKeyInUse", True, "this refund is under way"),
-    "idempotency_error": StripeFailure("StripeKeyReused", False, "the key names another refund"),
-    401: StripeFailure("StripeAuthFailed", False, "Stripe refused the API key"),
-    403: StripeFailure("StripeNotPermitted", False, "the API key may not make refunds"),
-    408: StripeFailure("StripeUnreachable", True, "Stripe did not answer"),
-    409: StripeFailure("StripeConflict", True, "Stripe is working on the same object"),
-    429: StripeFailure("StripeRateLimited", True, "Stripe asked to slow down"),
-    400: StripeFailure("StripeRefused", False, "Stripe refused the request"),  # any other 4xx
-    500: StripeFailure("StripeServerError", True, "Stripe had a server error"),  # any other 5xx
-    200: StripeFailure("StripeUnreadable", True, "Stripe's answer could not be read"),
-    None: StripeFailure("StripeNotAsked", False, "the request to Stripe could not be made"),
-}
+def hand_over(
+    request: RefundRequest, why: str, refund: Refund | None = None, outcome: str = HUMAN
+) -> RefundResult:
+    """A colleague goes on by hand, and must not pay what this case has paid or may still pay."""
+    notice = (
+        f"{why}. A refund may exist or still arrive. In Stripe, look at all refunds of the payment"
+        f" of order {request.order_id} for the metadata {METADATA_KEY} = {request.name}. One that"
+        " failed or was canceled does not count. If there is no other, wait an hour and look again."
+        " If you then make one by hand, give it that metadata:"
+        f" key {METADATA_KEY}, value {request.name}."
+    )
+    return make_result(outcome if outcome in TOLD else HUMAN, refund, notice=notice)
 
 
-def stripe_failure(error: Exception) -> StripeFailure:
-    status: int | None = getattr(error, "http_status", None)
-    if status is None and (getattr(error, "should_retry", False) or isinstance(error, OSError)):
-        status = 408  # the answer was lost, or the request
-    if isinstance(error, Unreadable):
-        status = 200  # Stripe acted, perhaps; the next try looks
-    facts, headers = getattr(error, "error", None), getattr(error, "headers", None) or {}
-    asked_to = {name.lower(): value for name, value in headers.items()}.get("stripe-should-retry")
-    names = (getattr(facts, "code", None), getattr(facts, "type", None), status)
-    rest = status and (500 if status >= 500 else 400 if status >= 400 else 200)
-    row = STRIPE_FAILURES[next((n for n in names if n and n in STRIPE_FAILURES), rest)]
-    return row._replace(retried=row.retried or asked_to == "true")
+# --- Long-term memory ----------------------------------------------------------------------------
+
+MAX_RECALLED = 10  # past cases of one customer, the latest ones; older ones say little
 
 
-@contextmanager
-def stripe_errors(give_up_at: float | None = None) -> Iterator[None]:
-    """Turn an error of the client into its row; `from None` keeps its text, which may quote a key
-    or a customer, out of Event History. The time to give up is looked at only after an answer, so a
-    Worker that comes back late still makes its one try. A client that hangs is cut off before
-    Temporal cuts off the attempt, which would be no answer, and be retried for ever."""
+async def recall(request: RefundRequest, runtime: Runtime) -> tuple[str, ...] | None:
+    """The past cases in the record of this customer. The scope keeps other customers out. None if
+    no record was read: then there may be one or not."""
+    key = {"customer_id": request.customer_id}
     try:
-        yield
-    except Exception as error:
-        row = stripe_failure(error)
-        final = not row.retried or time.time() >= (give_up_at or float("inf"))
-        raise ApplicationError(row.message, type=row.type, non_retryable=final) from None
+        found = await runtime.memory.read(
+            "Customer", read_mode="raw-tables", scope=memory_activities.scope_to("Customer", key)
+        )
+        rows = found.rows()
+    except ApplicationError:
+        return None
+    if found.notice or not rows:
+        return None
+    cases = str(rows[0].get("past_cases") or "").splitlines()
+    return tuple(case[:MAX_TEXT] for case in cases[-MAX_RECALLED:])
 
 
-@contextmanager
-def failing_as(type: str, message: str) -> Iterator[None]:
-    """The same for the shop and the decider: a stable type and a fixed text, retried."""
+async def remember(result: RefundResult, known: Known, runtime: Runtime) -> RefundResult:
+    """Add the case to the record of its customer, one line for each order line. A record that was
+    not read is never overwritten: `create` fails if there is one."""
+    recalled, request = known.recalled, known.request
+    line = f"order {request.order_id} line {request.line}: "
+    others = [case for case in recalled or () if not case.startswith(line)]
+    cases = "\n".join([*others, line + result.outcome][-MAX_RECALLED:])
+    change = memory_activities.create if recalled is None else memory_activities.update
+    key = {"customer_id": request.customer_id}
     try:
-        yield
-    except Unreadable:
-        raise ApplicationError(message, type=type, non_retryable=True) from None
-    except Exception:
-        raise ApplicationError(message, type=type) from None
-
-
-class Unreadable(Exception): ...
-
-
-def whole(amount: Any) -> int:
-    """An amount or a count from outside. A float would be cut, a null freeze the Workflow."""
-    if not is_whole(amount):
-        raise Unreadable
-    return int(amount)
+        await runtime.memory.write_durable(
+            structured_mutations=[change("Customer", key, {"past_cases": cases})]
+        )
+    except ApplicationError as failure:
+        notice = f"{result.notice} Memory may not have this case: {failure.message}."
+        return replace(result, notice=notice.strip())
+    return replace(result, remembered=True)
 
 
 # --- The five Activities -------------------------------------------------------------------------
 
 
-class Shop(Protocol):
-    """The owner of orders; what it returns has the attributes that are read below."""
+@asynccontextmanager
+async def calling(service: str) -> AsyncIterator[None]:
+    """Turn every error of a call into one type with a fixed text. `from None` keeps its own text,
+    which may quote a key or a customer, out of Event History. A client that hangs is cut off before
+    Temporal cuts off the attempt. `http_status` is Stripe's: other errors are always retried."""
+    try:
+        async with asyncio.timeout(memory_activities.client_timeout()):
+            yield
+    except ApplicationError:
+        raise
+    except Exception as error:
+        status = getattr(error, "http_status", None) or 0
+        code = getattr(getattr(error, "error", None), "code", None) or status or "no usable answer"
+        # An operator mends a refused key. A conflict or a rate limit passes. Another 4xx is final.
+        final = 400 <= status < 500 and status not in (401, 403, 408, 409, 429)
+        raise ApplicationError(
+            f"{service}: {code}", type="CallFailed", non_retryable=final
+        ) from None
 
-    async def order(self, order_id: str, line: int) -> Any: ...
-    async def customer_history(self, customer_id: str) -> Any: ...
+
+def final_failure(why: str, type: str = HUMAN) -> ApplicationError:
+    """A fact that no retry changes. The type is the outcome of the case."""
+    return ApplicationError(why, type=type, non_retryable=True)
 
 
-class Decider(Protocol):
-    """Returns anything with the attributes of a Step; what is not, is rejected and shown to it. The
-    text of a denial goes to the customer word for word."""
+def checked(record: T) -> T:
+    """A fact from outside. With a field of another type, no Workflow could decode it, and the case
+    would stand still; an int field would cut a price of 80.5 to 80."""
+    for name, wanted in type(record).__annotations__.items():
+        if not isinstance(getattr(record, name), wanted):
+            raise final_failure(f"{name} is no {wanted}")
+    return record
 
-    async def decide(self, request: RefundRequest, known: Known) -> object: ...
 
-
+@dataclass(frozen=True)
 class RefundActivities:
-    """Every call to the outside. Each gets all it needs as arguments, so each also runs bare.
+    """Every call to the outside.
 
-    `stripe` has the shape of `stripe.StripeClient`, its own retries off: Temporal owns every retry.
+    `stripe` has the shape of `stripe.StripeClient`. Its own retries are off, because Temporal owns
+    every retry. `shop` owns the orders, and never changes or reuses an id. `order(order_id, line)`
+    returns None, or an object with order_id, customer_id, item, price, currency (lower case, as at
+    Stripe), payment_intent and purchased_at. `customer_history(customer_id)` returns an object with
+    earlier_refunds. `decide` returns an object with the attributes of a Step; the customer reads
+    the text of a denial.
     """
 
-    def __init__(self, *, stripe: Any, shop: Shop, decider: Decider) -> None:
-        self._stripe, self._shop, self._decider = stripe, shop, decider
+    stripe: Any
+    shop: Any
+    decide: Callable[[Known], Awaitable[object]]
 
     @activity.defn
-    @xmemory.heartbeating
-    async def agent_decide_next_step(self, situation: Situation) -> Step:
-        with failing_as("DeciderFailed", "the decider did not answer"):
-            return Step.of(await self._decider.decide(situation.request, situation.known))
+    @memory_activities.heartbeating
+    async def agent_decide_next_step(self, known: Known) -> Step:
+        async with calling("the decider"):
+            match await self.decide(known):  # by its attributes, and their types
+                case object(action=str(action), text=str(text), amount=int(amount)):
+                    return Step(action[:MAX_TEXT], text[:MAX_TEXT], amount)
+        # A model may return anything. The guard rails refuse this step, and it may choose again.
+        return Step("malformed")
 
     @activity.defn
-    @xmemory.heartbeating
-    async def lookup_order(self, line: OrderLine) -> Order | None:
-        """None if the shop has no such order, or has it for another customer."""
-        request = line.request
-        with failing_as("ShopFailed", "the shop gave no readable answer"):
-            found = await self._shop.order(request.order_id, request.line)
-            if found is None or found.customer_id != request.customer_id:
-                return None
-            item, amount, bought = str(found.item), whole(found.amount), float(found.purchased_at)
-        with stripe_errors():
-            payment = await self._stripe.v1.payment_intents.retrieve_async(
-                found.payment_intent, {"expand": ["latest_charge"]})
+    @memory_activities.heartbeating
+    async def lookup_order(self, known: Known) -> Order:
+        """The order line and its payment. Whatever cannot be refunded is refused here, so that
+        nobody reviews it."""
+        order = await self._order_at_shop(known.request)
+        if not order:
+            raise final_failure("the shop has no such order of this customer", "order not found")
+        payment_intent = order.payment_intent
+        async with calling(f"Stripe, {payment_intent}"):
+            payment = await self.stripe.v1.payment_intents.retrieve_async(
+                payment_intent, {"expand": ["latest_charge"]}
+            )
             charge = payment.latest_charge
-            left = whole(charge.amount) - whole(charge.amount_refunded) if charge else 0
-            if charge and charge.amount_refunded:  # to others, or by this case before a reset
-                mine = await self._refund_of_case(found.payment_intent, line.case_id)
-                left += whole(mine.amount) if mine and mine.status == "succeeded" else 0
-        if not charge:
-            raise ApplicationError("this payment is not paid", type="NotPaid", non_retryable=True)
-        price = Money(amount, payment.currency)
-        return Order(item[:MAX_TEXT], price, left, found.payment_intent, bought)
+            # A card that was only authorized has a charge that succeeded and was not captured.
+            if not charge or charge.status != "succeeded" or not charge.captured:
+                raise final_failure("no charge succeeded and was captured", "not paid")
+            if charge.amount_captured != charge.amount:
+                raise final_failure(f"{payment_intent} was captured in part")
+            if payment.currency != order.currency or order.currency not in DECIMALS:
+                raise final_failure(
+                    f"order in {order.currency}, {payment_intent} in {payment.currency}"
+                )
+            order = replace(order, captured=charge.amount_captured)
+            return replace(
+                order, refund=await self._refund_on_record(known.request, order, order.price)
+            )
 
     @activity.defn
-    @xmemory.heartbeating
-    async def lookup_customer_history(self, customer_id: str) -> CustomerHistory:
-        with failing_as("ShopFailed", "the shop gave no readable answer"):
-            found = await self._shop.customer_history(customer_id)
-            return CustomerHistory(whole(found.earlier_refunds))
+    @memory_activities.heartbeating
+    async def lookup_customer_history(self, known: Known) -> int:
+        """How many refunds the customer had before."""
+        async with calling("the shop"):
+            found = await self.shop.customer_history(known.request.customer_id)
+            return int(found.earlier_refunds)
 
     @activity.defn
-    @xmemory.heartbeating
-    async def check_refund_policy(self, order: Order) -> PolicyCheck:
-        inside = time.time() - order.purchased_at <= REFUND_WINDOW.total_seconds()
-        when = f"bought {'within' if inside else 'more than'} {REFUND_WINDOW.days} days ago"
-        return PolicyCheck(inside, when)
+    @memory_activities.heartbeating
+    async def check_refund_policy(self, known: Known) -> str:
+        """Why the shop's rules forbid a refund, or "". What counts is when the customer asked, not
+        how long the case then takes."""
+        window = timedelta(days=30)
+        assert known.order
+        late = known.started_at - known.order.purchased_at > window.total_seconds()
+        return f"bought more than {window.days} days ago" if late else ""
 
     @activity.defn
-    @xmemory.heartbeating
-    async def issue_refund(self, order: RefundOrder) -> Refund:
-        """Refund once, however often this runs.
+    @memory_activities.heartbeating
+    async def issue_refund(self, agreed: AgreedRefund) -> Refund | None:
+        """Refund an order line once, however often this runs. The customer makes one request; there
+        are possibly two calls, and one refund. None if the terms changed and nothing was sent.
 
-        Two guards, each enough alone while it holds. The idempotency key is the same on every
-        attempt, but Stripe forgets keys after a day. The case id in the metadata stays for good,
-        but cannot see a request that is still on its way. A refund that is there is reported, never
-        added to, whatever its key, amount or status. What neither covers: a case that is terminated
-        (not canceled) with its request on its way, and started anew within the same minute.
+        Hours may lie between the decision and this attempt. So every attempt asks the owners first:
+        the shop for the terms, Stripe for a refund of this line. The idempotency key covers a call
+        that is still on its way, which nobody can see. It is made of the order line alone, so a
+        reset, a second case and a second process have the same key. Stripe forgets a key after a
+        day. A refund on record stays.
         """
-        with stripe_errors(order.give_up_at):
-            async with asyncio.timeout(xmemory.client_timeout()):
-                done = await self._refund_of_case(order.payment_intent, order.case_id)
-                done = done or await self._stripe.v1.refunds.create_async(
-                    {"payment_intent": order.payment_intent, "amount": order.money.amount,
-                     "metadata": {"case_id": order.case_id}},
-                    {"idempotency_key": order.idempotency_key})
-            money = Money(whole(done.amount), done.currency)
-            return Refund(str(done.id), str(done.status), money)
-
-    async def _refund_of_case(self, payment_intent: str, case_id: str) -> Any:
-        """What the owner has on record, every page of it."""
-        query: dict[str, Any] = {"payment_intent": payment_intent, "limit": STRIPE_PAGE}
-        while True:
-            page = await self._stripe.v1.refunds.list_async(query)
-            for refund in page.data:
-                if getattr(refund.metadata, "case_id", None) == case_id:
-                    return refund
-            if not page.has_more:
+        refunds = self.stripe.v1.refunds
+        if agreed.refund_id:  # a look, which cannot create
+            async with calling("Stripe"):
+                return seen(await refunds.retrieve_async(agreed.refund_id))
+        request, order = agreed.request, agreed.order
+        assert order
+        now = await self._order_at_shop(request)
+        async with calling(f"Stripe, {order.payment_intent}"):
+            if done := await self._refund_on_record(request, order, agreed.amount):
+                return done
+            if not now or now.terms != order.terms:
+                if activity.in_activity() and activity.info().attempt > 1:
+                    raise final_failure("the terms changed after a refund may have been requested")
                 return None
-            query["starting_after"] = page.data[-1].id
+            params = {
+                "payment_intent": order.payment_intent,
+                "amount": agreed.amount,
+                "metadata": {METADATA_KEY: request.name},
+            }
+            return seen(
+                await refunds.create_async(params, {"idempotency_key": f"refund:{request.name}"})
+            )
+
+    async def _order_at_shop(self, request: RefundRequest) -> Order | None:
+        """None if the shop has no order of this very name, or has it for another customer."""
+        async with calling("the shop"):
+            found = await self.shop.order(request.order_id, request.line)
+            names = (request.order_id, request.customer_id)
+            if not found or (found.order_id, found.customer_id) != names:
+                return None
+            return checked(
+                Order(
+                    found.item,
+                    found.price,
+                    found.currency,
+                    found.payment_intent,
+                    float(found.purchased_at),
+                )
+            )
+
+    async def _refund_on_record(
+        self, request: RefundRequest, order: Order, amount: int
+    ) -> Refund | None:
+        """The refund of this line, whatever its status. Of several, a live one wins, and then the
+        newest. None if there is none and `amount` can be refunded. Raises if a human must look: at
+        a refund that nobody can explain, or at a payment that has too little left."""
+        query: dict[str, Any] = {"payment_intent": order.payment_intent, "limit": 100}
+        recorded: list[Any] = []
+        while True:
+            page = await self.stripe.v1.refunds.list_async(query)
+            recorded += page.data  # newest first
+            if not page.has_more:
+                break
+            query["starting_after"] = recorded[-1].id
+        # The money of a refund that failed or was canceled came back.
+        live = [refund for refund in recorded if refund.status not in ("failed", "canceled")]
+        for refund in live + recorded:
+            if getattr(refund.metadata, METADATA_KEY, "") == request.name:
+                return seen(refund)
+        of_this_order = rf"{re.escape(request.order_id)}:[1-9][0-9]*"
+        for refund in live:
+            if not re.fullmatch(of_this_order, getattr(refund.metadata, METADATA_KEY, "")):
+                raise final_failure(
+                    f"{refund.id} of {order.payment_intent} names no line of this order"
+                )
+        if amount > order.captured - sum(refund.amount for refund in live):
+            raise final_failure(f"{order.payment_intent} has less left than {amount}")
+        return None
+
+
+def seen(refund: Any) -> Refund:
+    return checked(Refund(refund.id, refund.status, refund.amount, refund.currency))
 
 
 # --- The Workflow --------------------------------------------------------------------------------
-# Replay runs the loop again from the top and hands every finished step its recorded result, so a
-# new Worker arrives where the dead one stood. The Workflow is the runtime that the loop is handed.
+
+HEARTBEAT_TIMEOUT = timedelta(seconds=2)  # how long the death of a Worker goes unnoticed
+ATTEMPT_TIMEOUT = timedelta(seconds=60)  # of an Activity; a model may think for most of that
+ACTIVITY_RETRY = RetryPolicy(  # about seven hours of failing calls: an outage of a night
+    initial_interval=timedelta(milliseconds=200),
+    maximum_interval=timedelta(minutes=5),
+    maximum_attempts=100,
+)
+PATIENCE = {"customer": timedelta(days=7), "reviewer": timedelta(days=30)}  # for one answer
+A_DAY = timedelta(days=1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    """What a client may show. `ignored` says which message was not used last, and why."""
+    """How far a case is, for your clients. Show the customer questions to the customer, and what
+    the result has `told`; the rest is for colleagues. `since` is when the Activity was first
+    tried."""
 
-    phase: str
-    next_action: str
-    question: Question | None
-    ignored: str
-
-
-@dataclass(frozen=True)
-class CaseInput:
-    """What a run starts from: the request, and what the run before it handed over. `answers` maps
-    question ids to the answers given so far, used or not."""
-
-    request: RefundRequest
-    known: Known = Known()
-    waiting_since: float | None = None
-    answers: dict[str, Answer] = field(default_factory=dict)
-
-
-QUESTION_ID = re.compile(rb'"((customer|reviewer)-(\d{1,4})-[0-9a-f]{8})"')
+    activity: str = "none"
+    since: float = 0.0
+    question: Question | None = None  # the one that is open
+    result: RefundResult | None = None  # how the case stands, as soon as the customer may hear it
 
 
 @workflow.defn
 class RefundAgent:
+    """The loop's other runtime."""
+
     @workflow.init
-    def __init__(self, given: CaseInput) -> None:
-        # All state is set up here: a Signal may be handled before `run` is first called.
-        self._request, self._known = given.request, given.known
-        self._waiting_since, self._answers = given.waiting_since, dict(given.answers)
-        self._question: Question | None = None
-        self._phase, self._next_action, self._ignored, self._received = "starting", "", "", 0
-        self._memory = xmemory.memory_for_workflow(
-            read_timeout=RECALL_TIMEOUT, read_retry_policy=RECALL_RETRY,
-            write_retry_policy=REMEMBER_RETRY, heartbeat_timeout=HEARTBEAT_TIMEOUT)
+    def __init__(self, request: RefundRequest) -> None:
+        # A Signal may be handled before `run` is called, so all state is set up here.
+        self.started_at = workflow.info().workflow_start_time.timestamp()
+        # Memory is useful and not needed, so nobody waits long for it: a minute or two before the
+        # first decision, and minutes after the money has moved.
+        self.memory = memory_activities.memory_for_workflow(
+            read_timeout=timedelta(seconds=20),
+            read_retry_policy=RetryPolicy(maximum_attempts=3),
+            heartbeat_timeout=HEARTBEAT_TIMEOUT,
+        )
+        self._answers: dict[str, Answer] = {}
+        self._progress = Progress()
 
     @workflow.run
-    async def run(self, given: CaseInput) -> RefundResult:
-        info = workflow.info()
-        key = CaseKey(info.workflow_id, info.first_execution_run_id)
-        result = await run_agent(given.request, key, self, given.known)
-        self._phase, self._next_action = "closed", ""
-        return result
+    async def run(self, request: RefundRequest) -> RefundResult:
+        return await run_agent(request, self)
 
-    # A Signal is durably accepted even while no Worker is alive.
-
-    @workflow.signal
-    def answer(self, message: RawValue) -> None:  # an Answer, decoded only if it can count
-        self._receive("customer", message)
+    # A Signal is kept even while no Worker is alive. It may hold anything, and an exception here
+    # would stop the case for ever. So take all arguments as plain JSON, and match their structure.
+    # The first answer to a question counts. An answer may come before its question: a reset
+    # applies old answers first.
 
     @workflow.signal
-    def review(self, message: RawValue) -> None:
-        self._receive("reviewer", message)
+    def answer(self, *messages: Any) -> None:
+        match messages:
+            case [{"question_id": str(id), "text": str(text)}] if fits("customer", id, text):
+                self._answers.setdefault(id, Answer(id, text))
+
+    @workflow.signal
+    def review(self, *messages: Any) -> None:
+        match messages:
+            case [{"question_id": str(id), "approve": bool(approve), **more}]:
+                note = more.get("text", "")
+                if isinstance(note, str) and fits("reviewer", id, note):
+                    self._answers.setdefault(id, Answer(id, note, approve))
 
     @workflow.query
     def progress(self) -> Progress:
-        return Progress(self._phase, self._next_action, self._question, self._ignored)
+        return self._progress
 
-    def _receive(self, sender: str, message: RawValue) -> None:
-        """Keep an answer, the first one for its question; or remember why it is ignored.
-
-        The question's id is looked for in the raw message (decrypted already, if there is a codec),
-        because to decode one takes the sandbox half a millisecond: a flood of thousands must be
-        read within one Workflow Task.
-        """
-        self._received += 1
-        named = QUESTION_ID.search(message.payload.data)
-        id = named[1].decode() if named else ""
-        is_open = self._question is not None and self._question.id == id
-        next_turn = self._known.turn + (self._question is not None)
-        if named is None or named[2].decode() != sender or int(named[3]) >= MAX_TURNS:
-            self._ignored = f"a message of the {sender} for an unknown question"
-        elif id in self._answers:
-            self._ignored = "a second answer to the same question"
-        elif not is_open and int(named[3]) < next_turn:
-            self._ignored = "an answer to a question that is not open"
-        elif not is_open and len(self._answers) >= MAX_EARLY:
-            self._ignored = "too many answers to questions that were not asked yet"
-        else:
-            self._keep(id, sender, message)
-
-    def _keep(self, id: str, sender: str, message: RawValue) -> None:
-        try:
-            answer = workflow.payload_converter().from_payload(message.payload, Answer)
-        except Exception:
-            self._ignored = "a message that could not be read"
-            return
-        if unfit := unfit_text(answer.text, sender):
-            self._ignored = f"a message that is {unfit}"
-        else:
-            self._answers[id] = answer
-
-    # The runtime.
-
-    def now(self) -> float:
-        return workflow.time()
-
-    async def act(self, step: Callable[[Any, In], Awaitable[Out]], argument: In) -> Out:
-        self._phase, self._next_action = "working", step.__name__
-        with one_error():
+    async def act(self, method: Callable[[Any, Any], Awaitable[T]], argument: Any) -> T:
+        self._progress.activity = method.__name__
+        self._progress.since = workflow.time()
+        with memory_activities.application_errors():
             return await workflow.execute_activity_method(
-                step, argument, start_to_close_timeout=STEP_TIMEOUT,
+                method,
+                argument,
+                start_to_close_timeout=ATTEMPT_TIMEOUT,
                 heartbeat_timeout=HEARTBEAT_TIMEOUT,
-                retry_policy=REFUND_RETRY if step is RefundActivities.issue_refund else STEP_RETRY)
+                retry_policy=ACTIVITY_RETRY,
+            )
 
-    async def recall(self, query: str, scope: xmemory.Scope) -> xmemory.ReadOutput:
-        self._phase, self._next_action = "working", "recall"
-        with one_error():
-            return await self._memory.read(query, read_mode="raw-tables", scope=scope)
-
-    async def remember(self, mutations: Sequence[xmemory.Mutation]) -> None:
-        self._phase, self._next_action = "working", "remember"
-        with one_error():
-            await self._memory.write_durable(structured_mutations=mutations)
-
-    async def ask(self, question: Question, known: Known) -> Answer | None:
-        """Wait for a person. The only place where the run continues as new: nothing is in flight,
-        and a flood of messages must not fill the history of a case that is open for weeks."""
-        self._phase, self._next_action = f"waiting for the {question.to}", f"ask the {question.to}"
-        self._question, self._known = question, known
-        since = self._waiting_since or workflow.time()
-        until = since + PATIENCE[question.to].total_seconds()
-        with suppress(TimeoutError):  # an answer that came in the same moment still counts
-            while question.id not in self._answers:
-                await workflow.wait_condition(
-                    lambda: question.id in self._answers or self._is_long(),
-                    timeout=max(until - workflow.time(), 0.0))
-                received = self._received
-                if question.id not in self._answers:
-                    await workflow.sleep(LULL)  # also lets in a cancel that came with a message
-                calm = self._received - received < FLOOD
-                if question.id not in self._answers and calm:
-                    workflow.continue_as_new(CaseInput(self._request, known, since, self._answers))
-        self._question = self._waiting_since = None
+    async def ask(self, question: Question) -> Answer | None:
+        self._progress.question = question
+        with suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: question.id in self._answers, timeout=PATIENCE[question.to]
+            )
+        self._progress.question = None
+        if question.to == "reviewer":
+            # Signals are handled first, even if a cancel came earlier. The loop goes on to refund
+            # without listening to a cancel, so a short timer lets that cancel in before.
+            await workflow.sleep(timedelta(milliseconds=1))
         return self._answers.get(question.id)
 
-    def _is_long(self) -> bool:
-        info = workflow.info()
-        return info.is_continue_as_new_suggested() or info.get_current_history_length() > MAX_EVENTS
+    def tell(self, result: RefundResult) -> None:
+        self._progress.result = result
+
+    async def next_day(self) -> bool:
+        await workflow.sleep(A_DAY)
+        return True
 
 
-@contextmanager
-def one_error() -> Iterator[None]:
-    """A failed Activity, or the memory handle's own verdict, as the loop's one error type."""
-    try:
-        yield
-    except (ActivityError, ApplicationError) as error:
-        if is_cancelled(error):
-            raise
-        cause = error.cause if isinstance(error, ActivityError) else error
-        if not isinstance(cause, ApplicationError):
-            raise StepFailed("TimedOut", "the step did not finish in time") from error
-        raise StepFailed(cause.type or "Failed", cause.message, cause.details) from error
+def fits(sender: str, question_id: str, text: str) -> bool:
+    """Whether a message can be an answer of this sender. A reviewer need not add a note."""
+    wordless = sender != "reviewer" and not text.strip()
+    return question_id.startswith(sender) and len(text) <= MAX_TEXT and not wordless
 
 
 # --- Clients and Workers -------------------------------------------------------------------------
 
 Case = WorkflowHandle["RefundAgent", RefundResult]
-TOO_MANY = "too many messages wait to be read; please try again later"
-ID_PART = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Refused(Exception):
-    """What a client asked for cannot be done; the text tells a person why and what to do."""
+    """What a client asked for cannot be done. The text tells a person why and what to do."""
 
 
 def case_id_for(request: RefundRequest) -> str:
-    """The Workflow ID: one case for one order line."""
-    return f"refund-{request.order_id}-{request.line}"
+    """The Workflow ID. It holds a digest of the customer, so that nobody can take the id of a
+    case of somebody else."""
+    digest = hashlib.sha256(request.customer_id.encode()).hexdigest()[:8]
+    return f"refund-{request.order_id}-{request.line}-{digest}"
 
 
 async def start_case(
-    client: Client, request: RefundRequest, *, task_queue: str, case_id: str | None = None,
-    task_timeout: timedelta | None = None,
+    client: Client, request: RefundRequest, *, task_queue: str, case_id: str | None = None
 ) -> Case:
-    """Start a case, or find it: while it runs, and after it completed with whatever outcome, there
-    is only this one. One that failed, was canceled or was terminated is started anew. Whose order
-    it is, the caller has checked: a case of the wrong customer completes as "order not found".
+    """Start a case, or find it. A case is started again if it failed, was canceled or terminated,
+    or if its result is one of ASK_AGAIN. Every other result stands. The caller has checked who the
+    customer is. A case that is found keeps its first message. `case_id` is for a server that is
+    shared; whatever it is, an order line is refunded once.
 
-    `task_timeout` bounds how long a Workflow Task stays with a Worker that died (None: 10 seconds).
-    Raises Refused for a malformed request, and for a case of another customer.
+    Raises Refused for a malformed request and for a case of another customer.
     """
-    if not (ID_PART.fullmatch(request.order_id) and ID_PART.fullmatch(request.customer_id)):
-        raise Refused("an order or customer id is 1 to 64 letters, digits, - or _")
-    if not is_whole(request.line) or request.line < 1:
-        raise Refused("the line of an order is 1 or more")
-    if unfit := unfit_text(request.message, "customer"):
-        raise Refused(f"this message is {unfit}; please write another")
-    id = case_id or case_id_for(request)
+    ids = ID.fullmatch(request.order_id) and ID.fullmatch(request.customer_id)
+    if not ids or type(request.line) is not int or request.line < 1:
+        raise Refused("an id is 1 to 64 letters, digits, - or _, and a line is 1 or more")
+    if not fits("customer", "customer", request.message):  # it is as long as an answer may be
+        raise Refused(f"a message has 1 to {MAX_TEXT:,} characters")
+    start = partial(
+        client.start_workflow,
+        RefundAgent.run,
+        request,
+        id=case_id or case_id_for(request),
+        task_queue=task_queue,
+        memo={"customer_id": request.customer_id},
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+    )
     try:
-        case: Case = await client.start_workflow(
-            RefundAgent.run, CaseInput(request), id=id, task_queue=task_queue,
-            task_timeout=task_timeout, memo={"customer_id": request.customer_id},
-            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY)
-    except WorkflowAlreadyStartedError:
-        case = client.get_workflow_handle_for(RefundAgent.run, id)
+        case: Case = await start(id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY)
+    except WorkflowAlreadyStartedError as ended:
+        case = client.get_workflow_handle_for(
+            RefundAgent.run, ended.workflow_id, run_id=ended.run_id
+        )
+        if (await case.result()).outcome in ASK_AGAIN:
+            case = await start(id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE)
     if await (await case.describe()).memo_value("customer_id", None) != request.customer_id:
         raise Refused("this order belongs to the case of another customer")
     return case
 
 
 async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> None:
-    """Send the answer of the customer, or of the reviewer. Raises Refused, with words for a person,
-    if it would be ignored, or if too many messages wait. While no Worker is alive it is accepted
-    unseen, and used later."""
+    """Send an answer of the customer, or of the reviewer. Raises Refused if it would not be used,
+    or if too many messages wait. With no Worker alive, a message is accepted unseen and read later.
+    Of two answers to one question, the first counts."""
     sender = "reviewer" if reviewer else "customer"
-    if unfit := unfit_text(answer.text, sender):
-        raise Refused(f"this message is {unfit}; please write another")
-    if (await case.describe()).history_length > 2 * MAX_EVENTS:
-        raise Refused(TOO_MANY)
-    with suppress(RPCError):  # with no Worker alive, nobody can tell
-        now = await case.query(RefundAgent.progress, rpc_timeout=QUERY_TIMEOUT)
-        open_to = (now.question.id, now.question.to) if now.question else None
-        if now.phase != "closed" and open_to != (answer.question_id, sender):
-            raise Refused("this question is not open, so your message was not used; please go on")
+    if not fits(sender, answer.question_id, answer.text):
+        raise Refused(f"an answer names its question and has 1 to {MAX_TEXT:,} characters")
+    soon = timedelta(seconds=1)  # a Worker that is alive answers a Query faster
+    many = 1_000  # events; a Worker that comes back reads several times as many messages at once
     try:
+        try:
+            progress = await case.query(RefundAgent.progress, rpc_timeout=soon)
+            if progress.question is None or progress.question.id != answer.question_id:
+                raise Refused("this question is not open, so your message was not used")
+        except (RPCError, WorkflowQueryFailedError):  # no Worker answers, or a broken one
+            if (await case.describe()).history_length > many:
+                raise Refused("too many messages wait; please try again later") from None
         await case.signal("review" if reviewer else "answer", answer)
     except RPCError as error:
-        refusals = {RPCStatusCode.NOT_FOUND: "this case is closed, and its result stands",
-                    RPCStatusCode.INVALID_ARGUMENT: TOO_MANY}  # the server's own limit: 10,000
-        if error.status not in refusals:
+        if error.status.name != "NOT_FOUND":
             raise
-        raise Refused(refusals[error.status]) from None
+        raise Refused("this case is closed, or was never started") from None
 
 
 def build_worker(
-    client: Client, task_queue: str, *, stripe: Any, shop: Shop, decider: Decider,
-    memory: xmemory.XmemoryInstance,
+    client: Client,
+    task_queue: str,
+    refund: RefundActivities,
+    memory: memory_activities.XmemoryInstance,
 ) -> Worker:
-    """The one registration, for every Worker; start it with `await run_until_stopped(worker)`."""
-    steps = RefundActivities(stripe=stripe, shop=shop, decider=decider)
+    """The one registration, for every Worker."""
     return Worker(
-        client, task_queue=task_queue, workflows=[RefundAgent], activities=[
-            steps.agent_decide_next_step, steps.lookup_order, steps.lookup_customer_history,
-            steps.check_refund_policy, steps.issue_refund, *xmemory.MemoryActivities(memory).all()],
-        # The SDK holds heartbeats back for 80% of their timeout; then one late beat is too late.
-        max_heartbeat_throttle_interval=HEARTBEAT_TIMEOUT / xmemory.BEATS_PER_TIMEOUT,
-        graceful_shutdown_timeout=DRAIN_TIMEOUT)
-
-
-async def run_until_stopped(worker: Worker) -> None:
-    """Run a Worker until SIGTERM or Ctrl-C. From then on it takes no new work; what is in flight
-    has DRAIN_TIMEOUT to finish, and is then handed back, to be tried by another Worker."""
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):  # on Windows
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with worker:
-        await stopped.wait()
+        client,
+        task_queue=task_queue,
+        workflows=[RefundAgent],
+        activities=[
+            refund.agent_decide_next_step,
+            refund.lookup_order,
+            refund.lookup_customer_history,
+            refund.check_refund_policy,
+            refund.issue_refund,
+            *memory_activities.MemoryActivities(memory).all(),
+        ],
+        # By default the SDK holds heartbeats back for 80% of their timeout, so that a single late
+        # beat is too late.
+        max_heartbeat_throttle_interval=HEARTBEAT_TIMEOUT / memory_activities.BEATS_PER_TIMEOUT,
+        # For the work in flight when a Worker is told to stop. Another Worker repeats the rest.
+        graceful_shutdown_timeout=timedelta(seconds=10),
+    )

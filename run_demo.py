@@ -37,16 +37,35 @@ except ModuleNotFoundError as missing:
 except KeyboardInterrupt:
     sys.exit(130)
 
-from refund_agent import Answer, Money, Question, RefundRequest
+from refund_agent import Answer, Question, RefundRequest, money
 
-ORDERS = {order.order_id: order for order in (
-    Fixture("1234", "approved at once", "teapot", 80_00, 200_00, "ada", earlier_refunds=1),
-    Fixture("1235", "above the limit: a human approves", "stove", 150_00, 400_00, "ben"),
-    Fixture("1236", "bought too long ago: denied", "lamp", 130_00, 300_00, "cleo", days_ago=45),
-    Fixture("1237", "refunded already", "wine glasses", 40_00, 40_00, "dan", refunded=40_00),
-    Fixture("1238", "three earlier refunds: a human approves", "picture frame", 50_00, 120_00,
-            "eva", earlier_refunds=3),
-    Fixture("1239", "in yen", "tea set", 9_899, 24_000, "fumi", currency="jpy"))}
+ORDERS = {
+    order.order_id: order
+    for order in (
+        Fixture("1234", "approved at once", "teapot", 80_00, 200_00, "ada", earlier_refunds=1),
+        Fixture("1235", "above the limit: a human approves", "stove", 150_00, 400_00, "ben"),
+        Fixture("1236", "bought too long ago: denied", "lamp", 130_00, 300_00, "cleo", days_ago=45),
+        Fixture(
+            "1237",
+            "refunded by hand: a human looks",
+            "wine glasses",
+            40_00,
+            40_00,
+            "dan",
+            refunded=40_00,
+        ),
+        Fixture(
+            "1238",
+            "three earlier refunds: a human approves",
+            "picture frame",
+            50_00,
+            120_00,
+            "eva",
+            earlier_refunds=3,
+        ),
+        Fixture("1239", "in yen", "tea set", 9_899, 24_000, "fumi", currency="jpy"),
+    )
+}
 WITH_REFUND = ("1234", "1235", "1238", "1239")  # the others, and unknown ones, end without
 SCRIPT = dict(zip(refund_agent.INTAKE, ("Yes, I opened it.", "The lid is cracked."), strict=True))
 ELSE = "I opened it, its lid is cracked, and I want all my money back."  # to what a model may ask
@@ -54,7 +73,8 @@ CRASHES = {
     "before-refund": "the agent has chosen the refund, Stripe has not been asked",
     "refund-in-flight": "Stripe has been asked and has not acted",
     "after-refund": "Stripe has acted, its answer has not arrived",
-    "during-memory-write": "the case is decided, its record is being written"}
+    "during-memory-write": "the case is decided, its record is being written",
+}
 STEP_SECONDS = 60.0  # for anything a child should do; then the demo says what it waited for
 TYPING_SECONDS = 3600.0  # the same when a person types the answers
 
@@ -69,9 +89,7 @@ def heading(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
 
 
-def read_out(object_type: str, table: Mapping[str, Any]) -> str:
-    if object_type != "Customer":
-        return "it holds the record of this case already"
+def read_out(table: Mapping[str, Any]) -> str:
     fields = [column["name"] for column in table["columns"]]
     known = [dict(zip(fields, row, strict=True)) for row in table["rows"]]
     cases = [line for row in known for line in row.get("past_cases", "").splitlines()]
@@ -102,17 +120,17 @@ class Narrator:
         elif path == "shop.customer_history":
             say("shop", f"earlier refunds of this customer: {found.earlier_refunds}")
         elif path == "xmemory.read" and found.reader_result:
-            say("xmemory", read_out(call.arguments[0], found.reader_result))
+            say("xmemory", read_out(found.reader_result))
         elif path == "xmemory.write_async":
             say("xmemory", "the record of this case is queued")
         elif path.endswith("create_async"):
             for_whom = f", for {by}, which is dead" if call.pid == self.dead else ""
-            amount = Money(found.amount, found.currency)
+            amount = money(found.amount, found.currency)
             say("Stripe", f"refund {found.id} of {amount}: {found.status}{for_whom}")
         elif self.looking and path.endswith("retrieve_async"):
-            say("Stripe", f"the whole payment: {Money(found.amount, found.currency)}, paid")
+            say("Stripe", f"the whole payment: {money(found.amount, found.currency)}, paid")
         elif self.looking and path.endswith("list_async"):
-            refunds = [f"{Money(r.amount, r.currency)} {r.status}" for r in found.data]
+            refunds = [f"{money(r.amount, r.currency)} {r.status}" for r in found.data]
             say("Stripe", f"refunds: {', '.join(refunds) or 'none'}")
             self.looking = False
 
@@ -200,8 +218,7 @@ class Plain(Scenario):
 
     def job(self, *, look: bool) -> dict[str, object]:
         intent = self.world.payment_intent(self.options.order_id)
-        return {"request": asdict(self.options.request), "case_id": self.case_id,
-                "intent": intent if look else None}
+        return {"request": asdict(self.options.request), "intent": intent if look else None}
 
 
 class Durable(Scenario):
@@ -212,14 +229,20 @@ class Durable(Scenario):
         say("customer", self.options.request.message)
         async with harness.no_open_run(client, self.case_id, world):
             case = await refund_agent.start_case(
-                client, self.options.request, task_queue=str(job["task_queue"]),
-                case_id=self.case_id, task_timeout=harness.TASK_TIMEOUT)
+                client,
+                self.options.request,
+                task_queue=str(job["task_queue"]),
+                case_id=self.case_id,
+            )
             async with background(partial(world.attend, case)):
                 await self.kill(first)
             if self.crash.killed_at:
                 left = await harness.what_survived(case, client)
-                say("Temporal", f"no Worker is alive; recorded: {len(left.answers)} answers, "
-                                f"{len(left.finished)} Activities, next: {left.next_action}")
+                say(
+                    "Temporal",
+                    f"no Worker is alive; recorded: {len(left.answers)} answers, "
+                    f"{len(left.finished)} Activities, next: {left.next_action}",
+                )
                 async with harness.agent("worker", world, job, self.narrator) as second:
                     say("demo", f"starts a new Worker, process {second.pid}")
                     async with background(partial(world.attend, case)):
@@ -231,26 +254,32 @@ class Durable(Scenario):
 # --- What was claimed, and what was counted ------------------------------------------------------
 
 ROWS = {
-    "questions": "questions to the customer", "reviews": "questions to the reviewer",
-    "decisions": "decisions made", "lookups": "lookups", "stripe_calls": "calls to Stripe",
-    "refund_requests": "  of them to refund", "refunds": "refunds",
-    "remembered": "cases remembered", "kill_to_refund": "seconds from kill to refund",
-    "kill_to_end": "seconds from kill to the end"}
+    "questions": "questions to the customer",
+    "reviews": "questions to the reviewer",
+    "decisions": "decisions made",
+    "lookups": "lookups",
+    "stripe_calls": "calls to Stripe",
+    "refund_requests": "  of them to refund",
+    "refunds": "refunds",
+    "remembered": "cases remembered",
+    "kill_to_refund": "seconds from kill to refund",
+    "kill_to_end": "seconds from kill to the end",
+}
 WHY = {
     "before-refund": """\
-No request had left; the new Worker made the first and only one. A moment later the plain process
-would have paid twice: --crash refund-in-flight.""",
+No request had left. The new Worker made the first and only one. --crash refund-in-flight shows what
+happens a moment later.""",
     "refund-in-flight": """\
 Stripe was slow: it acted on the first request when a second one had come. One request, two calls or
-more, one refund: the Workflow's key is the same on every attempt. The plain process made its key of
-the run, which was gone, and paid twice. A key made of the order would have saved the money; the
-answers would be gone all the same.""",
+more, one refund: the key is made of the order line, so every process has the same one. It also
+saved the money of the plain process. But that process does not know it, and tells the customer that
+a colleague will look. A colleague who does not look at Stripe first makes the second refund.""",
     "after-refund": """\
 Stripe had refunded and nobody here knew. Before it sends a request, the agent asks Stripe for a
-refund of this case. It found one, in both scenarios.""",
+refund of this order line. It found one, in both scenarios.""",
     "during-memory-write": """\
 The write went on at xmemory while no process was alive. The new Worker only asked how it stood. The
-plain process wrote the record again and was told that it is there.""",
+plain process wrote the record again, with the same values.""",
 }
 LESSON = """\
 Context (what the agent sees) died with each process: replay rebuilt it, the plain one asked again.
@@ -262,7 +291,7 @@ set-up refunds a second or so later, and then may wait ten more, the default of 
 
 def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     """What this demo claims, each with whether it was observed."""
-    p, d = harness.tally(plain.world, plain.case_id), harness.tally(durable.world, durable.case_id)
+    p, d = (harness.tally(s.world, s.options.request) for s in (plain, durable))
     finished, result = durable.survived.finished, durable.world.result
     asked = [question.id for question in durable.world.people.asked]
     told_no = plain.options.typed and result is not None and result.outcome == "denied"
@@ -271,7 +300,9 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     yield len(set(asked)) == len(asked), "the Workflow asked no question twice"
     yield d.decisions == finished.count("agent_decide_next_step"), "it made no decision twice"
     looked_up = sum(name.startswith("lookup_") for name in finished)
-    yield d.lookups == looked_up, "it repeated no lookup that had finished"
+    # Every attempt of issue_refund asks the shop once more, before it asks Stripe.
+    attempts = sum(point == "before issue_refund" for _, point in durable.world.gate.reached)
+    yield 0 <= d.lookups - looked_up <= attempts, "it repeated no lookup that had finished"
     yield d.refunds == expected, "it moved money once" if expected else "it moved no money"
     once = bool(result and result.remembered) and (d.remembered, d.writes) == (1, 1)
     yield once, "it remembered the case once"
@@ -279,10 +310,14 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
         yield (p.writes, d.writes) == (2, 1), "it wrote to memory once, the plain process twice"
     if plain.options.crash == "refund-in-flight":
         yield d.refund_requests > 1, "it asked for the refund more than once, and that was safe"
-        yield p.refunds == 2, "the plain process paid twice"
+        lost = plain.world.result is not None and plain.world.result.outcome == refund_agent.HUMAN
+        yield lost, "the plain process does not know of its refund and asks for a colleague"
     else:
         yield d.refund_requests == expected, "it never had to ask for the refund a second time"
-        yield p.refunds == expected, "the plain process moved no money twice, either"
+    yield (
+        p.refunds == expected,
+        "the plain process moved no money twice, because it has the same key",
+    )
 
 
 def show_counts(plain: Plain, durable: Durable) -> int:
@@ -292,7 +327,9 @@ def show_counts(plain: Plain, durable: Durable) -> int:
         return 0 if plain.options.typed else 1
     heading("What was counted")
     print(f"{'':32}{'plain process':>16}{'Temporal Workflow':>20}")
-    columns = [harness.tally(s.world, s.case_id, s.crash.killed_at) for s in (plain, durable)]
+    columns = [
+        harness.tally(s.world, s.options.request, s.crash.killed_at) for s in (plain, durable)
+    ]
     for name, label in ROWS.items():
         cells = [getattr(column, name) for column in columns]
         if name == "reviews" and not any(cells):
@@ -313,8 +350,10 @@ async def demo(options: Options) -> int:
     started = time.monotonic()
     print("One refund agent, killed twice. Real: the processes, the kills, the Temporal server.")
     print("Stand-ins: Stripe, xmemory, the shop, and the decider (a fixed policy, no model).")
-    print(f"The customer {'is you' if options.typed else 'follows a script'}. "
-          f"The kill comes when {CRASHES[options.crash]}.")
+    print(
+        f"The customer {'is you' if options.typed else 'follows a script'}. "
+        f"The kill comes when {CRASHES[options.crash]}."
+    )
     async with harness.temporal_server(ui=options.ui) as server:
         case_id = case_id_on(server, options)
         plain, durable = Plain(options, "agent", case_id), Durable(options, "worker", case_id)
@@ -340,8 +379,11 @@ async def everywhere(options: Options) -> int:
     started = time.monotonic()
     print("One refund agent, killed everywhere. Real: processes, kills, the Temporal server.")
     print("Stand-ins: Stripe, xmemory, shop, people, and the decider (a fixed policy, no model).")
-    print(f"Order {options.order_id} is first played without a kill. Then it is played once for "
-          "each point of that run:\na Worker is killed there, and a new one finishes.", flush=True)
+    print(
+        f"Order {options.order_id} is first played without a kill. Then it is played once for "
+        "each point of that run:\na Worker is killed there, and a new one finishes.",
+        flush=True,
+    )
 
     async def reply(question: Question) -> Answer:
         return scripted(question)
@@ -351,8 +393,13 @@ async def everywhere(options: Options) -> int:
         crash_everywhere.workers() as start_worker,
     ):
         setting = crash_everywhere.Setting(
-            options.request, list(ORDERS.values()), reply, server, case_id_on(server, options),
-            start_worker)
+            options.request,
+            list(ORDERS.values()),
+            reply,
+            server,
+            case_id_on(server, options),
+            start_worker,
+        )
         refunds = 1 if options.order_id in WITH_REFUND else 0
         code = await crash_everywhere.kill_everywhere(setting, refunds)
         await close(server, started)
@@ -378,23 +425,33 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         description="Kill the same refund agent twice, as a plain process and as a Temporal\n"
         "Workflow, and count what each one loses. Exits with 0 if all that it claims was observed.",
-        formatter_class=argparse.RawTextHelpFormatter)
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     points = "\n".join(f"{name}: {text}" for name, text in CRASHES.items())
-    parser.add_argument("--crash", choices=[*CRASHES, "everywhere"], metavar="POINT",
-                        help="when to kill it; the first, or the fourth for an order without a "
-                        f"refund, if not said otherwise\n{points}\neverywhere: at every Activity, "
-                        "Workflow Task and wait of one case, one row each")
-    orders = "\n".join(f"{o.order_id}: {o.item}, {Money(o.amount, o.currency)}, {o.shows}"
-                       for o in ORDERS.values())
-    parser.add_argument("--order", metavar="ID", help="what to refund; the first, or the second "
-                        f"for everywhere, if not said otherwise\n{orders}")
+    parser.add_argument(
+        "--crash",
+        choices=[*CRASHES, "everywhere"],
+        metavar="POINT",
+        help="when to kill it; the first, or the fourth for an order without a "
+        f"refund, if not said otherwise\n{points}\neverywhere: at every Activity, "
+        "Workflow Task and wait of one case, one row each",
+    )
+    orders = "\n".join(
+        f"{o.order_id}: {o.item}, {money(o.amount, o.currency)}, {o.shows}" for o in ORDERS.values()
+    )
+    parser.add_argument(
+        "--order",
+        metavar="ID",
+        help="what to refund; the first, or the second "
+        f"for everywhere, if not said otherwise\n{orders}",
+    )
     parser.add_argument("--ask", action="store_true", help="you are the customer and the reviewer")
     parser.add_argument("--ui", action="store_true", help="keep the server up, with its Web UI")
     given = parser.parse_args(arguments)
     order = given.order
     if order is None:
         order = "1235" if given.crash == "everywhere" else "1234"
-    if not refund_agent.ID_PART.fullmatch(order):
+    if not refund_agent.ID.fullmatch(order):
         parser.error("an order id is 1 to 64 letters, digits, - or _")
     if given.crash == "everywhere":
         if given.ask:

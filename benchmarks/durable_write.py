@@ -70,11 +70,15 @@ class Remember:
 
 async def measure(client: Client, queue: str, memory: SlowMemory, polls: int) -> dict[str, int]:
     handle: WorkflowHandle[Remember, str] = await client.start_workflow(
-        Remember.run, f"{polls} {TEXT}", id=str(uuid.uuid4()), task_queue=queue)
+        Remember.run, f"{polls} {TEXT}", id=str(uuid.uuid4()), task_queue=queue
+    )
     write_id = await handle.result()
     described = (await handle.describe()).raw_description.workflow_execution_info
-    return {"polls": memory.polls[write_id], "events": described.history_length,
-            "bytes": described.history_size_bytes}
+    return {
+        "polls": memory.polls[write_id],
+        "events": described.history_length,
+        "bytes": described.history_size_bytes,
+    }
 
 
 async def main() -> int:
@@ -84,8 +88,12 @@ async def main() -> int:
     memory, queue = SlowMemory(), str(uuid.uuid4())
     async with harness.dev_server() as server:
         client = await server.client()
-        async with Worker(client, task_queue=queue, workflows=[Remember],
-                          activities=MemoryActivities(memory).all()):
+        async with Worker(
+            client,
+            task_queue=queue,
+            workflows=[Remember],
+            activities=MemoryActivities(memory).all(),
+        ):
             rows = await asyncio.gather(*(measure(client, queue, memory, n) for n in wanted))
     print("  polls    events     bytes    a loop: events     bytes")
     for row in rows:
@@ -94,7 +102,8 @@ async def main() -> int:
         print(f"{row['polls']:7,}{row['events']:10,}{row['bytes']:10,}{events:18,}{size:10,}")
     print(json.dumps({"durable_write": rows}), flush=True)
     held = [row["polls"] for row in rows] == list(wanted) and all(
-        row["events"] <= MOST_EVENTS and row["bytes"] <= MOST_BYTES for row in rows)
+        row["events"] <= MOST_EVENTS and row["bytes"] <= MOST_BYTES for row in rows
+    )
     return 0 if held else 1
 
 

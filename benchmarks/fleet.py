@@ -1,13 +1,13 @@
 """N agents side by side: what they cost, and what becomes of them while Workers are killed.
 
     python benchmarks/fleet.py [--agents 200] [--in-flight 50] [--workers 1] [--kill-every [1.0]]
-                               [--default-sandbox]
+                               [--imported-once]
 
 Each agent has an order and a customer of its own. A Worker is a process with what `build_worker`
-gives, the SDK's default cache included, and as in `recipes/worker.py` imports the Workflow's file
-once; `--default-sandbox`: once for every case that it takes up. The dev server has short timers
-(`harness.FAST_TIMERS`). With `--kill-every`, a Worker is SIGKILLed so many seconds after it said
-that it polls, and replaced, until all agents have ended.
+gives, the SDK's default cache and sandbox included: the sandbox imports the Workflow's file for
+every case that it takes up; `--imported-once`: once, as in `recipes/worker.py`. The dev server has
+short timers (`harness.FAST_TIMERS`). With `--kill-every`, a Worker is SIGKILLed so many seconds
+after it said that it polls, and replaced, until all agents have ended.
 
 Counted at the stand-ins: refunds, remembered cases, questions, and the calls beyond those of agents
 that nobody kills. A question counts when the decider chooses to ask what the customer is not yet
@@ -16,11 +16,12 @@ which a new Worker would have to replay the case.) Customers and stand-ins live 
 decider is the fixed policy.
 
 CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
-until all agents had ended. It says little without the speed of the machine, so without kills as
-many of `prototype.py` run on the same server, half of them before the agents and half of them after
-them, in the default sandbox. Recovery is the time from the kill of the Worker that an agent's last
-decision was made for, to its next decision: the death is noticed, the dead Worker's own queue is
-given up (after the SDK's 10 seconds), a new Worker has started, and it is this agent's turn.
+until all agents had ended. It and agents a second say little without the speed of the machine, so
+without kills as many of `prototype.py` run on the same server, as many at a time and in the default
+sandbox, half of them before the agents and half of them after them. Recovery is the time from the
+kill of the Worker that an agent's last decision was made for, to its next decision: the death is
+noticed, the dead Worker's own queue is given up (after the SDK's 10 seconds), a new Worker has
+started, and it is this agent's turn.
 
 Exits with 1 if a count is wrong, or if a call came again without a kill: a Worker with too much in
 flight is too busy to heartbeat in time.
@@ -41,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -54,16 +55,34 @@ import harness
 import prototype
 import refund_agent
 from harness import Address, Call, Fixture, People, World
-from recipes.worker import ImportedOnce
-from refund_agent import Answer, Case, Question, RefundAgent, RefundRequest
+from refund_agent import (
+    Answer,
+    Case,
+    Question,
+    RefundActivities,
+    RefundAgent,
+    RefundRequest,
+    question_about,
+)
 
-CALLS = 13  # of one agent: recall, 5 decisions, 2 lookups, 3 at Stripe, a write and its status
+# Of one agent: recall, 5 decisions, order and history at the shop, payment and refunds at Stripe;
+# order, refunds and create as it refunds; a write and its status.
+CALLS = 15
 START_SECONDS = 60.0  # for a Worker, on a busy machine
 STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
 PROGRESS_SECONDS = 10.0
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
-Used = tuple[int, float, float]  # by how many events; CPU seconds of the server and of the Workers
+
+
+class Used(NamedTuple):
+    """What some agents took."""
+
+    agents: int
+    events: int
+    seconds: float
+    server: float  # CPU seconds
+    workers: float
 
 
 def cpu_seconds(pid: int) -> float:
@@ -86,19 +105,31 @@ def server_pid(server: harness.Server) -> int:
 async def work(temporal: str, queue: str, port: str, imported: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
     fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"]), idle=[]).fleet
-    client = await harness.connect(temporal, plugins=[ImportedOnce()] if imported == "once" else [])
-    world = fleet.world
-    async with refund_agent.build_worker(
-            client, queue, stripe=world.stripe, shop=world.shop, decider=world.decider,
-            memory=world.xmemory):
+    world, plugins = fleet.world, []
+    if imported == "once":
+        from recipes.worker import ImportedOnce
+
+        plugins.append(ImportedOnce())
+    client = await harness.connect(temporal, plugins=plugins)
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
+    async with refund_agent.build_worker(client, queue, steps, world.xmemory):
         await fleet.polls(os.getpid())
         await asyncio.to_thread(sys.stdin.read)  # until whoever started this process ends
 
 
 async def work_prototype(temporal: str, queue: str) -> None:
     client = await harness.connect(temporal)
-    async with Worker(client, task_queue=queue, workflows=[prototype.Prototype], activities=[
-            prototype.choose, prototype.find_order, prototype.find_customer, prototype.refund]):
+    async with Worker(
+        client,
+        task_queue=queue,
+        workflows=[prototype.Prototype],
+        activities=[
+            prototype.choose,
+            prototype.find_order,
+            prototype.find_customer,
+            prototype.refund,
+        ],
+    ):
         await asyncio.to_thread(sys.stdin.read)
 
 
@@ -110,8 +141,13 @@ async def run_prototypes(server: harness.Server, count: int, in_flight: int) -> 
         async with places:
             request = prototype.Request(order_id, "customer", "Please refund my order.")
             case = await client.start_workflow(
-                prototype.Prototype.run, request, id=f"{queue}-{order_id}", task_queue=queue,
-                start_signal="answer", start_signal_args=["Yes."])
+                prototype.Prototype.run,
+                request,
+                id=f"{queue}-{order_id}",
+                task_queue=queue,
+                start_signal="answer",
+                start_signal_args=["Yes."],
+            )
             await case.signal(prototype.Prototype.answer, "The lid is cracked.")
             await case.result()
             return (await case.describe()).history_length
@@ -119,10 +155,10 @@ async def run_prototypes(server: harness.Server, count: int, in_flight: int) -> 
     command = [sys.executable, __file__, "prototype", str(server.address), queue]
     async with harness.child("a prototype's Worker", command) as worker:
         await worker.until(partial(run, "warm-up"), START_SECONDS, "its first Workflow")
-        before = cpu_seconds(pid), cpu_seconds(worker.pid)
+        before = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
         events = await asyncio.gather(*(run(f"{number}") for number in range(count)))
-        after = cpu_seconds(pid), cpu_seconds(worker.pid)
-    return sum(events), after[0] - before[0], after[1] - before[1]
+        after = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
+    return Used(count, sum(events), *(b - a for a, b in zip(before, after, strict=True)))
 
 
 async def reply(question: Question) -> Answer:
@@ -137,9 +173,17 @@ class Fleet:
         self.starts = anyio.Semaphore(STARTS_AT_ONCE)
         self.places, self.kill_every = anyio.Semaphore(options.in_flight), options.kill_every
         self.people = {f"{number}": People(reply) for number in range(options.agents)}
+        self.requests = [
+            RefundRequest(id, f"customer-{id}", "Please refund my order.") for id in self.people
+        ]
         self.world = World(
-            [Fixture(id, "approved at once", "teapot", 80_00, 200_00, f"customer-{id}")
-             for id in self.people], reply, self.on_call)
+            [
+                Fixture(r.order_id, "approved at once", "teapot", 80_00, 200_00, r.customer_id)
+                for r in self.requests
+            ],
+            reply,
+            self.on_call,
+        )
         self.cases: dict[str, Case] = {}
         self.calls, self.worker_cpu = 0, 0.0
         self.served_by: dict[str, int] = {}  # the Worker of each agent's last decision
@@ -149,11 +193,10 @@ class Fleet:
         self.polling: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.ready, self.ended = asyncio.Event(), asyncio.Event()
 
-    async def live(self, id: str) -> Ended:
+    async def live(self, request: RefundRequest) -> Ended:
         """One agent, from its start to its end."""
-        request, well = RefundRequest(id, f"customer-{id}", "Please refund my order."), False
-        case_id = refund_agent.case_id_for(request)
-        self.cases[id] = self.client.get_workflow_handle_for(RefundAgent.run, case_id)
+        well, case_id = False, refund_agent.case_id_for(request)
+        self.cases[request.order_id] = self.client.get_workflow_handle_for(RefundAgent.run, case_id)
         async with self.places:
             async with self.starts:
                 case = await refund_agent.start_case(self.client, request, task_queue=self.queue)
@@ -167,12 +210,14 @@ class Fleet:
     def on_call(self, call: Call) -> None:
         self.calls += call.path != "fleet.polls"
         if call.path.endswith("decider.decide"):
-            id: str = call.arguments[0].order_id
+            known = call.arguments[0]
+            id: str = known.request.order_id
             if killed_at := self.killed_at.get(self.served_by.get(id, 0)):
                 self.recoveries.append(time.monotonic() - killed_at)
             self.served_by[id] = call.pid
             if call.result.action == "ask":
-                question = Question.at(call.arguments[1].turn, "customer", call.result.text)
+                turn = len(known.answers)  # the policy asks before it does anything else
+                question = question_about(known, turn, "customer", call.result.text)
                 if self.people[id].look_at(question):
                     self.tasks.start_soon(self.answer, id, question)
 
@@ -183,8 +228,11 @@ class Fleet:
     async def say_how_far(self) -> None:
         while True:
             await anyio.sleep(PROGRESS_SECONDS)
-            print(f"{self.gone} of {len(self.people)} agents have ended, {self.kills} kills",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{self.gone} of {len(self.people)} agents have ended, {self.kills} kills",
+                file=sys.stderr,
+                flush=True,
+            )
 
     async def polls(self, pid: int) -> None:
         """A Worker says so."""
@@ -217,64 +265,99 @@ async def run(options: argparse.Namespace) -> int:
             prototypes.append(await half(server))
         fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
         async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
-            command = [sys.executable, __file__, "work", str(server.address), fleet.queue,
-                       str(at.port), "for each case" if options.default_sandbox else "once"]
+            command = [
+                sys.executable,
+                __file__,
+                "work",
+                str(server.address),
+                fleet.queue,
+                str(at.port),
+                "once" if options.imported_once else "for each case",
+            ]
             async with anyio.create_task_group() as workers, harness.background(fleet.say_how_far):
                 for _ in range(options.workers):
                     workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})
                 await fleet.ready.wait()
                 before = time.monotonic(), cpu_seconds(pid), time.process_time()
-                ended = await asyncio.gather(*map(fleet.live, fleet.people))
+                ended = await asyncio.gather(*map(fleet.live, fleet.requests))
                 after = time.monotonic(), cpu_seconds(pid), time.process_time()
                 fleet.ended.set()
         if prototypes:
             prototypes.append(await half(server))
         tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
     seconds, server_cpu, parent_cpu = (b - a for a, b in zip(before, after, strict=True))
-    used = sum(events for _, events, _ in ended), server_cpu, fleet.worker_cpu
-    print_cpu(used, prototypes)
-    print(f"CPU per event, this process {parent_cpu / used[0] * 1000:.2f} ms")
-    return report(fleet, ended, seconds)
+    events = sum(events for _, events, _ in ended)
+    used = Used(len(ended), events, seconds, server_cpu, fleet.worker_cpu)
+    print(f"CPU per event, this process {parent_cpu / events * 1000:.2f} ms")
+    return report(fleet, ended, used, compare(used, prototypes))
 
 
-def print_cpu(used: Used, prototypes: Sequence[Used]) -> None:
-    """Where there is no /proc, a number is n/a."""
-    for place, who in enumerate(("server", "Workers"), start=1):
-        line = f"CPU per event, {who:8}{used[place] / used[0] * 1000:5.2f} ms"
-        if prototypes:
-            events = sum(run[0] for run in prototypes)
-            yard = sum(run[place] for run in prototypes) / events
-            each = " and ".join(f"{run[place] / run[0] * 1000:.2f}" for run in prototypes)
-            line += f"; of the prototype {each} ms, ratio {used[place] / used[0] / yard:.2f}"
-        elif who == "Workers":
-            line += ", the starts of new ones included"
+def compare(used: Used, prototypes: Sequence[Used]) -> float | None:
+    """Print CPU per event; n/a where there is no /proc. Agents a second, those of the prototype
+    being 1; None without a prototype."""
+    yard = Used(*map(sum, zip(*prototypes, strict=True))) if prototypes else None
+    for who in ("server", "workers"):
+        line = f"CPU per event, {who:7} {each(used, who):.2f} ms"
+        if yard:
+            halves = " and ".join(f"{each(half, who):.2f}" for half in prototypes)
+            line += f"; of the prototype {halves} ms, ratio {each(used, who) / each(yard, who):.2f}"
         print(line.replace("nan", "n/a"))
+    if yard is None:
+        return None
+    speeds = " and ".join(f"{half.agents / half.seconds:.2f}" for half in prototypes)
+    ratio = used.agents / used.seconds / (yard.agents / yard.seconds)
+    print(f"agents/s {used.agents / used.seconds:.2f}; prototypes {speeds}, ratio {ratio:.2f}")
+    return round(ratio, 2)
 
 
-def report(fleet: Fleet, ended: Sequence[Ended], seconds: float) -> int:
+def each(used: Used, who: str) -> float:
+    """CPU milliseconds for each event."""
+    spent: float = getattr(used, who)
+    return spent / used.events * 1000
+
+
+def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
-    n, kills, events, world = len(ended), fleet.kills, sum(lengths), fleet.world
-    refunds = [refund["metadata"]["case_id"] for refund in world.stripe.refunds.values()]
-    cases = len(world.xmemory.tables["RefundCase"])  # by their key, the case id
+    n, kills, world = len(ended), fleet.kills, fleet.world
+    refunds = [refund["metadata"]["order_line"] for refund in world.stripe.refunds.values()]
+    cases = [world.remembered(request) for request in fleet.requests]
     questions = [people.counted("customer") for people in fleet.people.values()]
     extra_calls = fleet.calls - CALLS * n
-    print(f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: "
-          f"{statistics.median(lengths):.0f} events, {statistics.median(sizes):,.0f} bytes")
+    events, size = statistics.median(lengths), statistics.median(sizes)
+    print(
+        f"{n} agents in {used.seconds:.1f} s, {kills} kills; median of an agent: {events:.0f} "
+        f"events, {size:,.0f} bytes"
+    )
     if len(fleet.recoveries) > 1:
         parts = statistics.quantiles(fleet.recoveries, n=20)
         print(f"recovery, n={len(fleet.recoveries)}: p50 {parts[9]:.1f} s, p95 {parts[18]:.1f} s")
     claims = {
         "each agent refunded once": len(refunds) == len(set(refunds)) == n,
-        "each case was remembered": cases == n,
+        "each case was remembered": cases == [1] * n,
         "each customer was asked two questions": questions == [2] * n,
         "each agent says that it ended so": all(well),
-        "no call came again without a kill": kills > 0 or extra_calls == 0}
+        "no call came again without a kill": kills > 0 or extra_calls == 0,
+    }
     for claim in (claim for claim, observed in claims.items() if not observed):
         print(f"NOT OBSERVED: {claim}")
-    print(json.dumps({
-        "agents": n, "refunds": len(refunds), "cases": cases, "questions": sum(questions),
-        "extra_calls": extra_calls, "kills": kills, "agents_per_s": round(n / seconds, 2),
-        "events_per_s": round(events / seconds, 1)}), flush=True)
+    print(
+        json.dumps(
+            {
+                "agents": n,
+                "refunds": len(refunds),
+                "cases": sum(cases),
+                "questions": sum(questions),
+                "extra_calls": extra_calls,
+                "kills": kills,
+                "events": events,
+                "bytes": size,
+                "agents_per_s": round(n / used.seconds, 2),
+                "events_per_s": round(used.events / used.seconds, 1),
+                "agents_per_s_to_prototype": ratio,
+            }
+        ),
+        flush=True,
+    )
     return 0 if all(claims.values()) else 1
 
 
@@ -293,16 +376,30 @@ def positive(text: str) -> float:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--agents", type=at_least_one, default=200, help="how many; fewer than 100 "
-                        "say little about CPU")
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--agents",
+        type=at_least_one,
+        default=200,
+        help="how many; fewer than 100 say little about CPU",
+    )
     parser.add_argument("--in-flight", type=at_least_one, default=50, help="how many at a time")
     parser.add_argument("--workers", type=at_least_one, default=1, help="processes at a time")
-    parser.add_argument("--kill-every", type=positive, nargs="?", const=1.0, metavar="SECONDS",
-                        help="how long after it is ready a Worker is SIGKILLed and replaced; "
-                        "1.0 without a number, and never without this option")
-    parser.add_argument("--default-sandbox", action="store_true",
-                        help="import the Workflow's file for every case, not once")
+    parser.add_argument(
+        "--kill-every",
+        type=positive,
+        nargs="?",
+        const=1.0,
+        metavar="SECONDS",
+        help="how long after it is ready a Worker is SIGKILLed and replaced; "
+        "1.0 without a number, and never without this option",
+    )
+    parser.add_argument(
+        "--imported-once",
+        action="store_true",
+        help="import the Workflow's file once, not for every case",
+    )
     return parser.parse_args()
 
 

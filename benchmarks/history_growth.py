@@ -4,24 +4,26 @@ time, as the agent does, against a decider that asks the Workflow for it with a 
     python benchmarks/history_growth.py [--turns 10 20 40 80]
 
 Every turn is a question with an answer of 1 KiB, the last one a denial. `sent` is the agent as it
-is, with MAX_TURNS lifted: a Situation holds everything, so bytes grow with the square of the turns.
-`queried` sends the number of the turn, and the Activity reads the rest from its own Workflow: the
+is, with its bounds lifted: Known holds everything, so bytes grow with the square of the turns.
+`queried` sends a Known without answers, and the decider reads the rest from its own Workflow: the
 loop is unchanged, each answer is in history once, and bytes grow in line with the turns. Its price:
-the Activity needs a Temporal client, and a Worker that does not have the case cached replays it for
-every Query. In both ways the decider checks that it sees every answer. Events are the same.
+the decider needs a Temporal client, and a Worker that does not have the case cached replays it for
+every Query. Events are the same.
 """
 
 import argparse
 import json
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from temporalio import activity, workflow
 from temporalio.client import Client
-from temporalio.worker import Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,114 +32,91 @@ import refund_agent
 from memory_activities import MemoryActivities
 from refund_agent import (
     Answer,
-    CaseInput,
     Known,
     Question,
     RefundActivities,
     RefundAgent,
     RefundRequest,
     RefundResult,
-    Situation,
     Step,
 )
 
-TURNS = (10, 20, 40, 80)
 OBSERVATION = "x" * 1_024
-FIXTURE = harness.Fixture("1", "a teapot", "teapot", 80_00, 200_00, "ann")
-In = TypeVar("In")
-Out = TypeVar("Out")
+REQUEST = RefundRequest("1", "ann", "Please refund order 1.")
+ORDER = harness.Fixture("1", "a teapot", "teapot", 80_00, 200_00, "ann")
 
 
-@workflow.defn(sandboxed=False)
-class Sent(RefundAgent):
-    """The agent as it is, outside the sandbox, so that MAX_TURNS can be lifted."""
-
+@workflow.defn
+class Queried(RefundAgent):
     @workflow.init
-    def __init__(self, given: CaseInput) -> None:
-        super().__init__(given)
-        self._shown = Known()
+    def __init__(self, request: RefundRequest) -> None:
+        super().__init__(request)
 
     @workflow.run
-    async def run(self, given: CaseInput) -> RefundResult:
-        return await super().run(given)
+    async def run(self, request: RefundRequest) -> RefundResult:
+        return await super().run(request)
+
+    async def act(self, step: Any, argument: Any) -> Any:
+        if isinstance(argument, Known):
+            self._known = argument
+            argument = replace(argument, answers={})
+        return await super().act(step, argument)
 
     @workflow.query
-    def shown(self) -> Known:
-        """What the decider is to see now."""
-        return self._shown
+    def known(self) -> Known:
+        return self._known
 
 
-@workflow.defn(sandboxed=False)
-class Queried(Sent):
-    @workflow.init
-    def __init__(self, given: CaseInput) -> None:
-        super().__init__(given)
-
-    @workflow.run
-    async def run(self, given: CaseInput) -> RefundResult:
-        return await super().run(given)
-
-    async def act(self, step: Callable[[Any, In], Awaitable[Out]], argument: In) -> Out:
-        given: Any = argument
-        if isinstance(given, Situation):
-            self._shown = given.known
-            given = Situation(given.request, Known(turn=given.known.turn))
-        return await super().act(step, given)
+WAYS = {"sent": RefundAgent, "queried": Queried}
 
 
-class Inquisitive:
-    """A decider that asks as many questions as it is to, and checks that it sees every answer."""
-
-    def __init__(self, turns: int) -> None:
-        self.turns = turns
-
-    async def decide(self, request: RefundRequest, known: Known) -> Step:
-        if activity.info().workflow_type == "Queried":
-            case = activity.client().get_workflow_handle(activity.info().workflow_id or "")
-            known = await case.query("shown", result_type=Known)
-        if [len(asked.answer) for asked in known.answers] != [len(OBSERVATION)] * known.turn:
-            raise RuntimeError("an answer is missing")
-        if known.turn < self.turns - 1:
-            return Step("ask", f"Question {known.turn}?")
-        return Step("deny", "enough")
+async def decide(turns: int, known: Known) -> Step:
+    """Ask a question in every turn but the last."""
+    if activity.info().workflow_type == "Queried":
+        case = activity.client().get_workflow_handle(activity.info().workflow_id or "")
+        known = await case.query("known", result_type=Known)
+    asked = len(known.answers)
+    return Step("ask", f"Question {asked}?") if asked < turns - 1 else Step("deny", "enough")
 
 
 async def reply(question: Question) -> Answer:
     return Answer(question.id, OBSERVATION)
 
 
-async def measure(client: Client, agent: type[Sent], turns: int) -> dict[str, Any]:
-    world, queue = harness.World([FIXTURE], reply, lambda call: None), str(uuid.uuid4())
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decider=Inquisitive(turns))
+async def measure(client: Client, way: str, turns: int) -> dict[str, Any]:
+    agent: Any = WAYS[way]
+    world, queue = harness.World([ORDER], reply, lambda call: None), str(uuid.uuid4())
+    steps = RefundActivities(stripe=None, shop=None, decide=partial(decide, turns))
     activities = [steps.agent_decide_next_step, *MemoryActivities(world.xmemory).all()]
-    async with Worker(client, task_queue=queue, workflows=[agent], activities=activities):
-        request = RefundRequest("1", "ann", "Please refund order 1.", 1)
-        case: Any = await client.start_workflow(
-            agent.run, CaseInput(request), id=queue, task_queue=queue)
-        async with harness.background(lambda: world.people.converse(case)):
+    async with Worker(
+        client,
+        task_queue=queue,
+        workflows=[agent],
+        activities=activities,
+        workflow_runner=UnsandboxedWorkflowRunner(),  # else the bounds would not be lifted in it
+    ):
+        case = await client.start_workflow(agent.run, REQUEST, id=queue, task_queue=queue)
+        async with harness.background(partial(world.people.converse, case)):
             result = await case.result()
     if (result.outcome, len(world.people.asked)) != ("denied", turns - 1):
-        raise harness.HarnessError(f"{agent.__name__} did not make its {turns} turns")
+        raise harness.HarnessError(f"{way} did not make its {turns} turns")
     info = (await case.describe()).raw_description.workflow_execution_info
-    return {"way": agent.__name__.lower(), "turns": turns, "events": info.history_length,
-            "bytes": info.history_size_bytes, "bytes_per_turn": info.history_size_bytes // turns}
+    events, size = info.history_length, info.history_size_bytes
+    print(f"{way:10}{turns:6,}{events:10,}{size:12,}{size // turns:16,}", flush=True)
+    return {"way": way, "turns": turns, "events": events, "bytes": size}
 
 
-async def main() -> int:
-    parser = argparse.ArgumentParser(description="How Event History grows with the turns.")
-    parser.add_argument("--turns", type=int, nargs="+", default=TURNS, metavar="N")
-    wanted = parser.parse_args().turns
-    refund_agent.MAX_TURNS = max(wanted) + 1
+async def main(turns: Sequence[int]) -> int:
+    refund_agent.MAX_TURNS = refund_agent.MAX_QUESTIONS = max(turns)
+    print("way        turns    events       bytes    bytes a turn")
     async with harness.dev_server() as server:
         client = await server.client()
-        rows = [await measure(client, agent, n) for agent in (Sent, Queried) for n in wanted]
-    print("way        turns    events       bytes    bytes a turn")
-    for row in rows:
-        print(f"{row['way']:8}{row['turns']:8,}{row['events']:10,}{row['bytes']:12,}"
-              f"{row['bytes_per_turn']:16,}")
+        rows = [await measure(client, way, n) for way in WAYS for n in turns]
     print(json.dumps({"history_growth": rows}), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--turns", type=int, nargs="+", default=(10, 20, 40, 80), metavar="N")
+    harness.run(partial(main, parser.parse_args().turns))

@@ -92,16 +92,26 @@ class Prototype:
         known = Known(request)
         while True:
             step = await workflow.execute_activity(
-                choose, known, start_to_close_timeout=STEP_TIMEOUT)
+                choose, known, start_to_close_timeout=STEP_TIMEOUT
+            )
             if step.action == "ask":
                 await workflow.wait_condition(lambda: bool(self._inbox))
                 known = replace(known, answers=[*known.answers, self._inbox.pop(0)])
             elif known.order and known.customer:
                 return await workflow.execute_activity(
-                    refund, known.order, start_to_close_timeout=STEP_TIMEOUT)
+                    refund, known.order, start_to_close_timeout=STEP_TIMEOUT
+                )
             elif known.order:
-                known = replace(known, customer=await workflow.execute_activity(
-                    find_customer, request.customer_id, start_to_close_timeout=STEP_TIMEOUT))
+                known = replace(
+                    known,
+                    customer=await workflow.execute_activity(
+                        find_customer, request.customer_id, start_to_close_timeout=STEP_TIMEOUT
+                    ),
+                )
             else:
-                known = replace(known, order=await workflow.execute_activity(
-                    find_order, request.order_id, start_to_close_timeout=STEP_TIMEOUT))
+                known = replace(
+                    known,
+                    order=await workflow.execute_activity(
+                        find_order, request.order_id, start_to_close_timeout=STEP_TIMEOUT
+                    ),
+                )

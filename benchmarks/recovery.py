@@ -43,7 +43,7 @@ async def kill_once(server: harness.Server, crash: str, worker: str = "demo") ->
         async with harness.agent("worker", durable.world, job, durable.narrator) as first:
             with contextlib.redirect_stdout(io.StringIO()):
                 await durable.play(server, first, job)
-    return harness.tally(durable.world, durable.case_id, durable.crash.killed_at)
+    return harness.tally(durable.world, options.request, durable.crash.killed_at)
 
 
 def show(what: str, seconds: list[float]) -> float:
@@ -60,16 +60,18 @@ async def measure(repeats: int) -> int:
         for crash in CRASHES:
             tallies[crash] = [await kill_once(server, crash) for _ in range(repeats)]
     async with harness.dev_server(config=()) as server:
-        tallies[STOCK] = [
-            await kill_once(server, "before-refund", "stock") for _ in range(repeats)]
+        tallies[STOCK] = [await kill_once(server, "before-refund", "stock") for _ in range(repeats)]
     to_refund, to_end = {}, {}
     for crash, played in tallies.items():
         delays = [tally.kill_to_refund for tally in played if tally.kill_to_refund]
         if delays:  # `during-memory-write` comes after the refund
             to_refund[crash] = show(f"kill to refund, {crash}", delays)
         to_end[crash] = show(f"kill to end, {crash}", [tally.kill_to_end for tally in played])
-    print(json.dumps({"n": repeats, "demo_s": demo_s, "kill_to_refund_s": to_refund,
-                      "kill_to_end_s": to_end}))
+    print(
+        json.dumps(
+            {"n": repeats, "demo_s": demo_s, "kill_to_refund_s": to_refund, "kill_to_end_s": to_end}
+        )
+    )
     return 0
 
 

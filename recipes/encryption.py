@@ -3,24 +3,24 @@
     pip install -e '.[encryption]'
     python recipes/encryption.py      two cases on a dev server of its own; seconds, and no keys
 
-Copy it down to "Seen to work", without the three imports of this project. Every client gets the
-converter; a Worker takes that of its client:
+Copy the file down to "Seen to work", without the imports of this project. Every client gets the
+converter. A Worker takes the one of its client:
 
     export PAYLOAD_KEYS="2026-02:$(openssl rand -base64 32)"
     Client.connect(..., data_converter=encrypting(os.environ.get("PAYLOAD_KEYS", "")))
 
-To rotate, in three deploys: add the new entry behind a comma at the end; when all have it, move it
-to the front, because the first one encrypts; drop the old one when the last history under it is
-past its retention. A case goes on under both meanwhile. On a Worker that lacks a key, a case stands
-still (UnknownKey) until one has it; but an Activity that cannot read its arguments uses up tries.
-One key is good for 2**32 payloads.
+The first key encrypts, and every key decrypts. So a rotation takes three deploys: add the new entry
+at the end, behind a comma; when every process has it, move it to the front; remove the old entry
+when the last history under it is past its retention. Open cases go on meanwhile. On a Worker that
+lacks a key, a case stands still (UnknownKey) until a Worker has the key, but an Activity whose
+arguments cannot be read uses up attempts. One key is good for 2**32 payloads.
 
-In clear remain, so keep customers out of them: Workflow ID (here it names the order), Run ID, Task
-Queue, identities, names of Workflows, Activities, Signals, Queries and memo fields, search
-attributes, types of failures, reasons of a cancel or terminate, all times, sizes. Payloads in clear
-are accepted, so cases from before go on; and nothing ties a payload to its place: who can write to
-the server's database can put one where another was. The Web UI shows ciphertext unless it is given
-a codec server, an HTTP endpoint around `decode`.
+Some things remain in clear, so keep customers out of them: Workflow ID (here it names the order),
+Run ID, Task Queue, identities, names of Workflows, Activities, Signals, Queries and memo fields,
+search attributes, types of failures, reasons of a cancel or terminate, all times and sizes.
+Payloads in clear are accepted, so that older cases go on. Nothing ties a payload to its place: a
+person who can write to the server's database can replace one payload by another. The Web UI shows
+ciphertext unless it is given a codec server, which is an HTTP endpoint around `decode`.
 """
 
 import base64
@@ -39,7 +39,15 @@ from temporalio.worker import Replayer
 
 import harness
 from harness import Server
-from refund_agent import Answer, Question, RefundAgent, RefundRequest, build_worker, start_case
+from refund_agent import (
+    Answer,
+    Question,
+    RefundActivities,
+    RefundAgent,
+    RefundRequest,
+    build_worker,
+    start_case,
+)
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -54,7 +62,11 @@ ENTRY = re.compile(r"([A-Za-z0-9_.-]{1,64}):([A-Za-z0-9+/]{43}=)")  # 32 bytes o
 
 # Not ApplicationErrors: a final one, raised while a Worker reads a task, would fail the whole case.
 class MalformedKeys(Exception): ...
+
+
 class UnknownKey(Exception): ...
+
+
 class Tampered(Exception): ...
 
 
@@ -66,17 +78,21 @@ class EncryptionCodec(converter.PayloadCodec):
         for number, entry in enumerate(keys.split(","), 1):
             found = ENTRY.fullmatch(entry.strip())
             if found is None or found[1].encode() in self._keys:  # not shown: it may be most of one
-                raise MalformedKeys(f"PAYLOAD_KEYS: entry {number} is not a new ID:BASE64 of "
-                                    f"{KEY_BYTES} bytes")
+                raise MalformedKeys(
+                    f"PAYLOAD_KEYS: entry {number} is not a new ID:BASE64 of {KEY_BYTES} bytes"
+                )
             self._keys[found[1].encode()] = AESGCM(base64.b64decode(found[2]))
 
     async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
         (id, key), *_ = self._keys.items()
         nonces = [os.urandom(NONCE_BYTES) for _ in payloads]
-        return [Payload(
-            metadata={"encoding": ENCODING, KEY_ID: id},
-            data=nonce + key.encrypt(nonce, payload.SerializeToString(), ENCODING + id))
-            for nonce, payload in zip(nonces, payloads, strict=True)]
+        return [
+            Payload(
+                metadata={"encoding": ENCODING, KEY_ID: id},
+                data=nonce + key.encrypt(nonce, payload.SerializeToString(), ENCODING + id),
+            )
+            for nonce, payload in zip(nonces, payloads, strict=True)
+        ]
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
         return [self._decrypted(payload) for payload in payloads]
@@ -98,7 +114,8 @@ def encrypting(keys: str) -> DataConverter:
     """Also moves the messages and stack traces of failures to where a codec reaches them."""
     return DataConverter(
         payload_codec=EncryptionCodec(keys),
-        failure_converter_class=converter.DefaultFailureConverterWithEncodedAttributes)
+        failure_converter_class=converter.DefaultFailureConverterWithEncodedAttributes,
+    )
 
 
 # --- Seen to work --------------------------------------------------------------------------------
@@ -117,11 +134,12 @@ async def reply(question: Question) -> Answer:
 async def play(server: Server, *converters: DataConverter) -> WorkflowHistory:
     """One case, on a Worker for each converter; all but the last go when it waits for an answer."""
     world, queue = harness.World([ORDER], reply, lambda call: None), f"encryption-{uuid.uuid4()}"
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
     for each in converters:
         client = await harness.connect(
-            server.address, data_converter=each, plugins=[harness.HarnessPlugin("demo")])
-        async with build_worker(client, queue, stripe=world.stripe, shop=world.shop,
-                                decider=world.decider, memory=world.xmemory):
+            server.address, data_converter=each, plugins=[harness.HarnessPlugin("demo")]
+        )
+        async with build_worker(client, queue, steps, world.xmemory):
             case = await start_case(client, REQUEST, task_queue=queue, case_id=queue)
             async for event in case.fetch_history_events(wait_new_event=True):
                 if event.HasField("timer_started_event_attributes"):
@@ -139,8 +157,9 @@ def readable(exported: str) -> str:
 
 
 async def main() -> int:
-    old, new = (f"{id}:{base64.b64encode(os.urandom(KEY_BYTES)).decode()}"
-                for id in ("old-key", "new-key"))
+    old, new = (
+        f"{id}:{base64.b64encode(os.urandom(KEY_BYTES)).decode()}" for id in ("old-key", "new-key")
+    )
     rotated = encrypting(f"{new},{old}")
     async with harness.dev_server() as server:
         await server.client()
@@ -152,11 +171,15 @@ async def main() -> int:
         exported = history.to_json()
         text = readable(exported)
         counts.append(sum(secret in text for secret in SECRETS))
-        print(f"{name}: {len(exported):,} bytes of Event History, in which {counts[-1]} of "
-              f"{len(SECRETS)} texts of the customer can be read")
+        print(
+            f"{name}: {len(exported):,} bytes of Event History, in which {counts[-1]} of "
+            f"{len(SECRETS)} texts of the customer can be read"
+        )
     under = [text.count(id) for id in ("old-key", "new-key")]
-    print(f"the key was rotated while the case was open: {under[0]} payloads under the old one, "
-          f"{under[1]} under the new one; the history replays")
+    print(
+        f"the key was rotated while the case was open: {under[0]} payloads under the old one, "
+        f"{under[1]} under the new one; the history replays"
+    )
     return 0 if counts == [len(SECRETS), 0] and all(under) else 1
 
 

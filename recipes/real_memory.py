@@ -1,21 +1,23 @@
-"""The refund agent with a real xmemory instance in place of the fake, its schema included.
+"""The refund agent with a real xmemory instance in place of the stand-in, its schema included.
 
     pip install -e '.[memory]'
     XMEM_API_KEY=... python recipes/real_memory.py
 
-Finds the instance that XMEM_INSTANCE_ID names, or else the one called `refund-agent`; if there is
-none, makes it. Checks that its schema holds what the agent writes. Then plays one case, with a dev
-server of its own and stand-ins for all but memory, and reads back what is remembered. XMEM_API_URL
-is another address; XMEM_CLUSTER_ID is needed if the key sees several.
+Finds the instance that XMEM_INSTANCE_ID names, or else the one called `refund-agent`. If there is
+none, makes it. Checks that its schema holds what the agent writes. Then plays one case on a dev
+server of its own, with stand-ins for everything but memory, and reads back what is remembered.
+XMEM_API_URL is another address. XMEM_CLUSTER_ID is needed if the key sees several clusters.
 
-A run costs two reads (structured writes use no model) and leaves a case of the customer `ada`. The
-instance stays, too: delete it in the console. Not covered: two runs that make it at once; and a
-schema that has to change, a migration (`update_instance_schema`) that is yours to decide.
+A run costs two reads (structured writes use no model) and leaves a record of the customer `ada`.
+The instance stays as well; delete it in the console. Two things are not covered: two runs that make
+the instance at once, and a schema that has to change. That is a migration
+(`update_instance_schema`), and yours to decide.
 
-No live service was asked when this was written, only the official client over a loopback stand-in:
-a second run should recall what the first one remembered.
+This was tested with the official client over a loopback stand-in, and not with the live service. A
+second run should recall what the first one remembered.
 """
 
+import json
 import logging
 import os
 import sys
@@ -29,7 +31,16 @@ from temporalio.exceptions import ApplicationError
 import harness
 import memory_activities as memory
 from harness import HarnessError
-from refund_agent import Answer, Known, Question, RefundRequest, build_worker, start_case
+from refund_agent import (
+    Answer,
+    Known,
+    Question,
+    RefundActivities,
+    RefundRequest,
+    build_worker,
+    decide,
+    start_case,
+)
 
 try:
     import xmemory
@@ -40,38 +51,44 @@ NAME = "refund-agent"
 TEXT = ("str", "string")  # the service's own words for it
 
 
-def record(about: str, key: str, **fields: str) -> dict[str, Any]:
-    return {"description": about, "primary_key": [key], "fields": {
-        name: {"type": TEXT[0], "required": name == key, "description": text}
-        for name, text in fields.items()}}
-
-
-# No field has a default: it would be filled in again whenever a text mentions the record.
-SCHEMA: dict[str, Any] = {"relations": {}, "objects": {
-    "Customer": record(
-        "A customer of the shop", "customer_id", customer_id="The shop's id, word for word",
-        past_cases="The latest cases, one a line, such as: order 1234: refund succeeded"),
-    "RefundCase": record(
-        "One request for a refund, and how it ended", "case_id",
-        case_id="The Workflow ID, word for word", customer_id="The customer's id in the shop",
-        order_id="The order's id in the shop", outcome="How it ended, such as: refund succeeded",
-        refund_id="Stripe's id of the refund, if there is one",
-        refunded="Amount and currency of the refund, such as: 80.00 USD")}}
+# No field has a default: xmemory would fill it in again whenever a text mentions the record.
+SCHEMA: dict[str, Any] = {
+    "relations": {},
+    "objects": {
+        "Customer": {
+            "description": "A customer of the shop",
+            "primary_key": ["customer_id"],
+            "fields": {
+                "customer_id": {
+                    "type": TEXT[0],
+                    "required": True,
+                    "description": "The shop's id, word for word",
+                },
+                "past_cases": {
+                    "type": TEXT[0],
+                    "required": False,
+                    "description": "The latest cases, one a line, such as: "
+                    "order 1234 line 1: refund succeeded",
+                },
+            },
+        }
+    },
+}
 
 
 def conflicts(found: Mapping[str, Any]) -> list[str]:
     """What keeps a schema from holding the agent's records. It may hold more."""
-    wrong = []
-    for name, wanted in SCHEMA["objects"].items():
-        given = (found.get("objects") or {}).get(name) or {}
-        fields = given.get("fields") or {}
-        if given.get("primary_key") != wanted["primary_key"]:
-            wrong.append(f"{name} must have the primary key {wanted['primary_key'][0]}")
-        wrong += [f"{name}.{field} must be a text" for field in wanted["fields"]
-                  if fields.get(field, {}).get("type") not in TEXT]
-        wrong += [f"{name}.{field} is required, and the agent does not know it"
-                  for field in fields.keys() - wanted["fields"].keys()
-                  if fields[field].get("required")]
+    wanted = SCHEMA["objects"]["Customer"]
+    given = (found.get("objects") or {}).get("Customer") or {}
+    fields, wrong = given.get("fields") or {}, []
+    if given.get("primary_key") != wanted["primary_key"]:
+        wrong.append("Customer must have the primary key customer_id")
+    for name in wanted["fields"]:
+        if fields.get(name, {}).get("type") not in TEXT:
+            wrong.append(f"Customer.{name} must be a text")
+    for name in fields.keys() - wanted["fields"].keys():
+        if fields[name].get("required"):
+            wrong.append(f"Customer.{name} is required, and the agent does not know it")
     return wrong
 
 
@@ -91,17 +108,13 @@ async def find_or_create(client: xmemory.AsyncXmemoryClient) -> tuple[str, bool]
     if len(clusters) != 1:
         raise HarnessError(f"the key sees {len(clusters)} clusters; set XMEM_CLUSTER_ID to one")
     made = await client.admin.create_instance(
-        clusters[0], NAME, memory.to_json(SCHEMA), xmemory.SchemaType.JSON,
-        description="What the refund agent remembers of past cases")
+        clusters[0],
+        NAME,
+        json.dumps(SCHEMA),
+        xmemory.SchemaType.JSON,
+        description="What the refund agent remembers of past cases",
+    )
     return made.id, True
-
-
-class Watched(harness.Policy):
-    recalled: tuple[str, ...] | None = None
-
-    async def decide(self, request: RefundRequest, known: Known) -> object:
-        self.recalled = known.recalled
-        return await super().decide(request, known)
 
 
 async def reply(question: Question) -> Answer:
@@ -111,25 +124,30 @@ async def reply(question: Question) -> Answer:
 async def play(instance: memory.XmemoryInstance) -> None:
     """One case from start to end, and what memory holds of it."""
     order = harness.Fixture("1234", "", "teapot", 80_00, 200_00, "ada")
-    world, decider = harness.World([order], reply, lambda call: None), Watched()
+    world, seen = harness.World([order], reply, lambda call: None), list[Known]()
+
+    async def watched(known: Known) -> object:
+        seen.append(known)
+        return decide(known)
+
+    request = RefundRequest("1234", "ada", "Please refund it.")
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=watched)
     async with harness.dev_server() as server:
         client = await server.client()
-        case_id = f"refund-1234-{uuid.uuid4().hex[:8]}"
-        async with build_worker(client, case_id, stripe=world.stripe, shop=world.shop,
-                                decider=decider, memory=instance):
-            case = await start_case(client, RefundRequest("1234", "ada", "Please refund it."),
-                                    task_queue=case_id, case_id=case_id)
+        id = f"real-memory-{uuid.uuid4()}"
+        async with build_worker(client, id, steps, instance):
+            case = await start_case(client, request, task_queue=id, case_id=id)
             async with harness.background(partial(world.people.converse, case)):
                 result = await case.result()
-    print(f"past cases that the agent recalled: {len(decider.recalled or ())}")
+    print(f"past cases that the agent recalled: {len(seen[-1].recalled or ())}")
     print(f"this case: {result.outcome} {result.notice}".strip())
-    scope = memory.scope_to("RefundCase", {"case_id": case_id})
-    query = memory.to_json({"read_mode": "raw-tables", "scope": scope})
-    read = memory.MemoryActivities(instance).read
-    found = (await read(memory.ReadInput("RefundCase", query))).rows()
-    if not result.remembered or len(found) != 1:
-        raise HarnessError(f"xmemory holds {len(found)} records of this case; there should be one")
-    print(f"xmemory holds: {', '.join(f'{name} {value}' for name, value in found[0].items())}")
+    scope = memory.scope_to("Customer", {"customer_id": "ada"})
+    query = memory.ReadInput("Customer", {"read_mode": "raw-tables", "scope": scope})
+    rows = (await memory.MemoryActivities(instance).read(query)).rows()
+    cases = [line for row in rows for line in row["past_cases"].splitlines()]
+    if not result.remembered or cases.count(f"order 1234 line 1: {result.outcome}") != 1:
+        raise HarnessError(f"xmemory does not hold this case once; it holds: {'; '.join(cases)}")
+    print(f"xmemory holds: {'; '.join(cases)}")
 
 
 async def main() -> int:
@@ -139,17 +157,21 @@ async def main() -> int:
     try:
         async with xmemory.AsyncXmemoryClient(api_key=key) as client:
             id, made = await find_or_create(client)
-            print(f"made instance {id}; from now on: export XMEM_INSTANCE_ID={id}" if made
-                  else f"found instance {id}; its schema fits")
+            print(
+                f"made instance {id}; from now on: export XMEM_INSTANCE_ID={id}"
+                if made
+                else f"found instance {id}; its schema fits"
+            )
             await play(client.instance(id))
     except (ApplicationError, xmemory.XmemoryAPIError) as error:  # its own text may quote anything
-        known = error if isinstance(error, ApplicationError) else memory.verdict_for(error)
+        if not isinstance(error, ApplicationError):
+            error = memory.failure(memory.error_type(error))
         where = "check XMEM_API_KEY, XMEM_INSTANCE_ID and XMEM_API_URL"
-        raise HarnessError(f"{known.message}; {where}") from None
+        raise HarnessError(f"{error.message}; {where}") from None
     return 0
 
 
 if __name__ == "__main__":
-    # That a customer is new, the agent learns from a read that is refused: no cause for alarm.
+    # The agent learns from a refused read that a customer is new. That is no cause for alarm.
     logging.getLogger("temporalio.activity").setLevel(logging.ERROR)
     harness.run(main)

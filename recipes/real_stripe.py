@@ -4,13 +4,16 @@
     python recipes/real_stripe.py              pays 200.00 with a test card, refunds 80.00 of it
     python recipes/real_stripe.py --clean-up   refunds what is left of all payments made here
 
-Test mode costs nothing and moves no money; any other key is refused before anything is sent. A
-restricted one (rk_test_) must write payment intents and refunds, and read charges. STRIPE_API_BASE
-names what is asked in place of Stripe: a recording proxy, or a server that speaks its API. Shop,
-decider, customer and memory stay the demo's stand-ins. The Worker is killed one step before the
-refund, and a new one goes on. A run that is cut short leaves its payment; do not clean up beside a
-run. In a project of your own, `stripe_client` is what to copy and to hand to `build_worker`; for
-live money its TEST_KEY is the line to change, and the last one.
+Test mode costs nothing and moves no money. Any other key is refused before anything is sent. A
+restricted key (rk_test_) must write payment intents and refunds, and read charges. STRIPE_API_BASE
+names the server that is asked in place of Stripe: a recording proxy, or one that speaks its API.
+Shop, decider, customer and memory stay the demo's stand-ins. The Worker is killed one step before
+the refund, and a new one goes on. Every run sells an order of its own, because the agent makes one
+refund for an order line, and Stripe keeps the idempotency key for a day. A run that is cut short
+leaves its payment. Do not clean up beside a run.
+
+In a project of your own, copy `stripe_client` and hand its client to `RefundActivities`. For live
+money its TEST_KEY is the line to change, and the last one.
 """
 
 import argparse
@@ -25,7 +28,6 @@ from functools import partial
 from typing import Any
 
 try:
-    import httpx
     import stripe
 
     import harness
@@ -35,57 +37,74 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed: pip install -e '.[stripe]'")
 
 TEST_KEY = re.compile(r"[sr]k_test_[A-Za-z0-9_]+")
-ATTEMPT = refund_agent.STEP_TIMEOUT.total_seconds()  # two requests, as a rule; it hears of both
-REQUEST_TIMEOUT = httpx.Timeout(ATTEMPT / 3, connect=ATTEMPT / 12)
 MADE_BY = "durable-refund-agent recipes/real_stripe.py"  # in the metadata of our payments
 SOLD = run_demo.ORDERS["1234"]  # its payment is larger, so Stripe's limit is not what saves us
 
 
 def stripe_client(settings: Mapping[str, str]) -> stripe.StripeClient:
-    """A client that never retries, because Temporal does. Raises Refused if it has no test key."""
+    """A client that never retries, because Temporal does. The Activities cut off a request that
+    hangs. Raises Refused if there is no test key."""
     key, base = settings.get("STRIPE_API_KEY", ""), settings.get("STRIPE_API_BASE")
     if not TEST_KEY.fullmatch(key):
         wrong = "is not a test-mode key" if key else "is not set"
         raise refund_agent.Refused(f"STRIPE_API_KEY {wrong}, so nothing was sent. Use sk_test_...")
-    stripe.enable_telemetry = False  # else it keeps an id in the home directory, and sends it
+    stripe.enable_telemetry = False  # it would keep an id in the home directory, and send it
     return stripe.StripeClient(
-        key, max_network_retries=0, http_client=stripe.HTTPXClient(timeout=REQUEST_TIMEOUT),
-        base_addresses={"api": base or stripe.DEFAULT_API_BASE})
+        key,
+        max_network_retries=0,
+        http_client=stripe.HTTPXClient(),
+        base_addresses={"api": base or stripe.DEFAULT_API_BASE},
+    )
 
 
-async def pay(client: stripe.StripeClient, case_id: str) -> str:
+async def pay(client: stripe.StripeClient, order_id: str) -> str:
     """Pay with a test card; the id of the payment intent."""
     payment = await client.v1.payment_intents.create_async(
-        {"amount": SOLD.paid, "currency": SOLD.currency, "payment_method": "pm_card_visa",
-         "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
-         "confirm": True, "metadata": {"made_by": MADE_BY, "case_id": case_id}},
-        {"idempotency_key": f"payment:{case_id}"})
+        {
+            "amount": SOLD.paid,
+            "currency": SOLD.currency,
+            "payment_method": "pm_card_visa",
+            "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
+            "confirm": True,
+            "metadata": {"made_by": MADE_BY, "order_id": order_id},
+        },
+        {"idempotency_key": f"payment:{order_id}"},
+    )
     return payment.id
 
 
 async def clean_up(client: stripe.StripeClient) -> AsyncIterator[stripe.Refund]:
-    """Refund what is left of our payments. Stripe's search lags behind, so look at them all."""
+    """Refund the remaining amount of our payments. Stripe's search lags behind, so look at all."""
     payments = await client.v1.payment_intents.list_async(
-        {"limit": refund_agent.STRIPE_PAGE, "expand": ["data.latest_charge"]})
+        {"limit": 100, "expand": ["data.latest_charge"]}
+    )
     async for payment in payments.auto_paging_iter():
         paid = payment.latest_charge if payment.status == "succeeded" else None
         ours = getattr(payment.metadata, "made_by", None) == MADE_BY
         if ours and isinstance(paid, stripe.Charge) and not paid.refunded:
             yield await client.v1.refunds.create_async(  # without an amount: all that is left
-                {"payment_intent": payment.id}, {"idempotency_key": f"clean-up:{payment.id}"})
+                {"payment_intent": payment.id}, {"idempotency_key": f"clean-up:{payment.id}"}
+            )
 
 
-async def play(intent: str, case_id: str, server: harness.Server) -> bool:
+async def play(intent: str, order_id: str, server: harness.Server) -> bool:
     """The demo's second half, with this file as the Worker. Whether there was one to kill."""
-    options = run_demo.Options(SOLD.order_id, "before-refund", typed=False, ui=False)
-    story, temporal = run_demo.Scenario(options, "worker", case_id), await server.client()
-    story.world.shop.orders[SOLD.order_id, 1].payment_intent = intent
-    place = {"temporal": server.address, "task_queue": case_id, "worker": "demo"}
-    async with story.world.open(), harness.no_open_run(temporal, case_id, story.world):
-        worker = partial(harness.child, "the Worker", [sys.executable, __file__, "--worker"],
-                         {"REFUND_AGENT_JOB": json.dumps(harness.placed(place, story.world))})
-        case = await refund_agent.start_case(temporal, options.request, task_queue=case_id,
-                                             case_id=case_id, task_timeout=harness.TASK_TIMEOUT)
+    options = run_demo.Options(order_id, "before-refund", typed=False, ui=False)
+    story, temporal = run_demo.Scenario(options, "worker", order_id), await server.client()
+    sold = story.world.shop.orders.pop((SOLD.order_id, 1))
+    sold.order_id, sold.payment_intent = order_id, intent
+    story.world.shop.orders[order_id, 1] = sold
+    place = {"temporal": server.address, "task_queue": order_id, "worker": "demo"}
+    async with story.world.open(), harness.no_open_run(temporal, order_id, story.world):
+        worker = partial(
+            harness.child,
+            "the Worker",
+            [sys.executable, __file__, "--worker"],
+            {"REFUND_AGENT_JOB": json.dumps(harness.placed(place, story.world))},
+        )
+        case = await refund_agent.start_case(
+            temporal, options.request, task_queue=order_id, case_id=order_id
+        )
         async with harness.background(partial(story.world.attend, case)):
             async with worker() as first:
                 story.narrator.pid = first.pid
@@ -99,7 +118,7 @@ async def play(intent: str, case_id: str, server: harness.Server) -> bool:
 
 async def worker() -> int:
     """A Worker as in the demo, but for `stripe`."""
-    # Standard input closes when the recipe ends, however that ends.
+    # Standard input closes when the recipe ends, whatever ends it.
     threading.Thread(target=lambda: os._exit(len(sys.stdin.read())), daemon=True).start()
     job = json.loads(os.environ["REFUND_AGENT_JOB"])
     world: Any = harness.Remote(harness.Address(job["port"], job["token"]))
@@ -109,7 +128,7 @@ async def worker() -> int:
 
 
 async def main(clean: bool) -> int:
-    client, case_id, killed = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}", False
+    client, order_id, killed = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}", False
     refunds: list[stripe.Refund] = []
     try:
         if clean:
@@ -117,19 +136,20 @@ async def main(clean: bool) -> int:
                 refunds.append(refund)
         else:
             async with harness.temporal_server() as server:
-                intent = await pay(client, case_id)
+                intent = await pay(client, order_id)
                 run_demo.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
-                killed = await play(intent, case_id, server)
+                killed = await play(intent, order_id, server)
             refunds += (await client.v1.refunds.list_async({"payment_intent": intent})).data
-    except stripe.StripeError as error:
-        what, id = refund_agent.stripe_failure(error).message, error.request_id or "not answered"
-        raise harness.HarnessError(f"{what} (request: {id})") from None
+    except stripe.StripeError as error:  # its own text may quote the key
+        code = getattr(error.error, "code", None) or error.http_status or "no answer"
+        id = error.request_id or "not answered"
+        raise harness.HarnessError(f"Stripe: {code} (request: {id})") from None
     finally:
         for refund in refunds:
-            money = refund_agent.Money(refund.amount, refund.currency)
-            run_demo.say("Stripe", f"refund {refund.id} of {money}: {refund.status}")
+            amount = refund_agent.money(refund.amount, refund.currency)
+            run_demo.say("Stripe", f"refund {refund.id} of {amount}: {refund.status}")
     if clean:
-        run_demo.say("demo", f"payments that were left, and now are not: {len(refunds)}")
+        run_demo.say("demo", f"payments that were left, and are refunded now: {len(refunds)}")
         return 0
     once = killed and [refund.amount for refund in refunds] == [SOLD.amount]
     run_demo.say("observed" if once else "NOT OBSERVED", "a Worker killed, money moved once")

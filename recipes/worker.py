@@ -3,23 +3,23 @@
     python recipes/worker.py                               around stand-ins, and it says so
     python recipes/worker.py --build mine:worker --metrics 0.0.0.0:9464
 
-`mine.worker` does what `stand_ins` does below; put `mine` where Python finds it (PYTHONPATH=.). A
-codec, or a plugin of the Client, goes in there, too: hand `build_worker` a
-`Client(**client.config() | {"data_converter": ...})`. Start but one around stand-ins: each process
-has its own.
+`mine.worker` does what `stand_ins` does below. Put `mine` where Python finds it (PYTHONPATH=.). It
+is also the place for a codec or a plugin of the Client: hand `build_worker` a
+`Client(**client.config() | {"data_converter": ...})`. Without --build, start only one Worker,
+because each process has stand-ins of its own.
 
-Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and what else
-the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
-Logs: one JSON object a line, on stderr. Of an error they have the classes and the place; its text
-may quote a customer. There is no DEBUG, because the SDK's would log whole payloads.
+Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and the other
+variables that the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
+Logs: one JSON object a line, on stderr. An error is logged with its classes and its place, without
+its text, which may quote a customer. There is no DEBUG, because the SDK's would log whole payloads.
 Metrics: for Prometheus, at /metrics. Two Workers on one host need a port each; 0 tells nobody.
 Tracing: `pip install -e '.[worker]'`, then OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it
-on; the other OTEL_ variables count, too. A case is one trace, whichever Workers had it. What a
-killed process had not exported is lost. The SDK calls this plugin experimental.
-Identity: refund-agent@HOST:PID:RELEASE, the last one from the environment.
-Stopping: SIGTERM drains for up to DRAIN_TIMEOUT, then spans are exported: let the supervisor wait
-30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me again, after a pause; 2
-change the configuration first.
+on. The other OTEL_ variables are read as well. A case is one trace, whichever Workers carried it. A
+process that is killed loses the spans it had not exported. The SDK calls this plugin experimental.
+Identity: refund-agent@HOST:PID:RELEASE. RELEASE is an environment variable.
+Stopping: after SIGTERM or Ctrl-C the Worker drains for up to ten seconds, then exports its spans.
+Let the supervisor wait 30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me
+again, after a pause; 2 change the configuration first.
 """
 
 import argparse
@@ -28,10 +28,11 @@ import json
 import logging
 import os
 import pkgutil
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,7 +46,7 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker, WorkerConfig
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
-from refund_agent import build_worker, run_until_stopped
+from refund_agent import RefundActivities, build_worker
 
 CONNECT_SECONDS = 10.0  # a server that takes longer is as good as none
 CORE_IDS = ("workflow_id", "run_id")  # of what the SDK's core logs; other fields quote failures
@@ -58,19 +59,21 @@ def stand_ins(client: Client, task_queue: str) -> Worker:
     import run_demo  # of the demo, so only here
 
     log.warning("STAND-INS: no money moves and nothing outlives this process; give it --build")
+    fixtures = list(run_demo.ORDERS.values())
     world = harness.World(
-        list(run_demo.ORDERS.values()), lambda q: asyncio.sleep(0, run_demo.scripted(q)),
-        lambda call: None)
-    return build_worker(client, task_queue, stripe=world.stripe, shop=world.shop,
-                        decider=world.decider, memory=world.xmemory)
+        fixtures, lambda q: asyncio.sleep(0, run_demo.scripted(q)), lambda c: None
+    )
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
+    return build_worker(client, task_queue, steps, world.xmemory)
 
 
 class ImportedOnce(SimplePlugin):
-    """Passes the files that define Workflows through the sandbox, which else imports them anew for
-    every case that is not in the Worker's cache, and keeps the copy: a quarter of its CPU. What the
-    sandbox refuses, such as `time.time()` in the loop, is then for the tests to find, so they run
-    without this. Cases share what such a file keeps at module level: keep nothing there. Goes
-    before plugins that wrap the runner; does nothing for Workflows in `__main__`, or in a Replayer.
+    """Passes the files that define Workflows through the sandbox. By default the sandbox imports
+    them anew for every case that is not in the Worker's cache, and keeps the copy; this costs a
+    quarter of its CPU. The price: the sandbox no longer refuses `time.time()` and the like in the
+    loop, so the tests run without this class and find them. Cases share what such a file keeps at
+    module level, so keep nothing there. Give it before plugins that wrap the runner. It does
+    nothing for Workflows in `__main__`, or in a Replayer.
     """
 
     def __init__(self) -> None:
@@ -118,12 +121,18 @@ def observed(metrics: str | None) -> runtime.Runtime:
         logging.getLogger(name).setLevel(logging.INFO)
     activity.logger.activity_info_on_message = workflow.logger.workflow_info_on_message = False
     forwarded = runtime.LogForwardingConfig(
-        logging.getLogger("temporalio.core"), append_target_to_name=False,
-        prepend_target_on_message=False, append_log_fields_to_message=False)
+        logging.getLogger("temporalio.core"),
+        append_target_to_name=False,
+        prepend_target_on_message=False,
+        append_log_fields_to_message=False,
+    )
     try:
-        return runtime.Runtime(telemetry=runtime.TelemetryConfig(
-            logging=runtime.LoggingConfig(runtime.LoggingConfig.default.filter, forwarded),
-            metrics=runtime.PrometheusConfig(metrics) if metrics else None))
+        return runtime.Runtime(
+            telemetry=runtime.TelemetryConfig(
+                logging=runtime.LoggingConfig(runtime.LoggingConfig.default.filter, forwarded),
+                metrics=runtime.PrometheusConfig(metrics) if metrics else None,
+            )
+        )
     except ValueError as error:
         leave(2, f"--metrics {metrics}: {error}; give the IP:PORT of a free port")
 
@@ -161,8 +170,8 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             client = await Client.connect(
-                **config, identity=identity, runtime=telemetry,
-                plugins=[ImportedOnce(), *plugins])
+                **config, identity=identity, runtime=telemetry, plugins=[ImportedOnce(), *plugins]
+            )
             await client.count_workflows()  # else a wrong namespace or key shows only later
     except ValueError as error:
         leave(2, f"{where} is no address of a Temporal server, HOST:PORT: {error}")
@@ -180,6 +189,17 @@ def named(build: str) -> Callable[[Client, str], Worker]:
         return found
     except (ImportError, AttributeError, ValueError) as error:
         leave(2, f"--build takes MODULE:FUNCTION, and there is no {build}: {error}")
+
+
+async def run_until_stopped(worker: Worker) -> None:
+    """Run a Worker until SIGTERM or Ctrl-C. It then takes no new work. The work in flight has the
+    Worker's `graceful_shutdown_timeout` to finish; another Worker repeats the rest."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):  # on Windows
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with worker:
+        await stopped.wait()
 
 
 async def main(task_queue: str, build: str | None, metrics: str | None) -> None:

@@ -75,37 +75,56 @@ def failure(status: int) -> Answer:
 def sensible(facts: dict[str, Any]) -> Reply:
     if len(facts["answers"]) < len(INTAKE):
         return Reply([("ask", {"text": INTAKE[len(facts["answers"])]})])
-    lookups = {"lookup_order": "order", "lookup_customer_history": "earlier_refunds",
-               "check_refund_policy": "policy"}
+    lookups = {
+        "lookup_order": "order",
+        "lookup_customer_history": "earlier_refunds",
+        "check_refund_policy": "policy",
+    }
     for tool, fact in lookups.items():
         if facts[fact] is None:
             return Reply([(tool, {})])
-    if not facts["policy"]["eligible"]:
-        return Reply([("deny", {"text": facts["policy"]["reason"]})])
-    return Reply([("approve", {"amount": facts["order"]["refundable"], "text": "plain"})])
+    if facts["policy"].startswith("forbids"):
+        return Reply([("deny", {"text": facts["policy"]})])
+    return Reply([("approve", {"amount": facts["order"]["price"], "text": "plain"})])
 
 
 def as_openai(reply: Reply) -> dict[str, Any]:
     output: list[dict[str, Any]] = [{"type": "reasoning", "id": "rs_1", "summary": []}]
     output += [
-        {"type": "function_call", "id": f"fc_{at}", "call_id": f"call_{at}", "name": name,
-         "arguments": given if isinstance(given, str) else json.dumps(given)}
-        for at, (name, given) in enumerate(reply.calls)]
+        {
+            "type": "function_call",
+            "id": f"fc_{at}",
+            "call_id": f"call_{at}",
+            "name": name,
+            "arguments": given if isinstance(given, str) else json.dumps(given),
+        }
+        for at, (name, given) in enumerate(reply.calls)
+    ]
     if reply.says or reply.ended == "refusal":
         kind, text = ("refusal",) * 2 if reply.ended == "refusal" else ("output_text", "text")
         part = {"type": kind, text: reply.says, "annotations": []}
         output.append({"type": "message", "id": "msg_1", "role": "assistant", "content": [part]})
     why = {"length": "max_output_tokens", "filtered": "content_filter"}.get(reply.ended)
     status = "incomplete" if why else "failed" if reply.ended == "failed" else "completed"
-    return {"object": "response", "status": status, "output": output,
-            "incomplete_details": {"reason": why} if why else None}
+    return {
+        "object": "response",
+        "status": status,
+        "output": output,
+        "incomplete_details": {"reason": why} if why else None,
+    }
 
 
 def as_anthropic(reply: Reply) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.says}] if reply.says else []
-    content += [{"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": given}
-                for at, (name, given) in enumerate(reply.calls)]
+    content += [
+        {"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": given}
+        for at, (name, given) in enumerate(reply.calls)
+    ]
     ended = {"length": "max_tokens", "refusal": "refusal", "filtered": "refusal"}
     usual = "tool_use" if reply.calls else "end_turn"
-    return {"type": "message", "role": "assistant", "content": content,
-            "stop_reason": ended.get(reply.ended, usual)}
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "stop_reason": ended.get(reply.ended, usual),
+    }

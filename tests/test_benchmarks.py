@@ -17,8 +17,13 @@ SECONDS = 60
 
 async def last_line(script: str, *arguments: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(BENCHMARKS / script), *arguments, cwd="/",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+        sys.executable,
+        str(BENCHMARKS / script),
+        *arguments,
+        cwd="/",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
     finally:
@@ -34,6 +39,7 @@ async def test_a_fleet_makes_one_refund_each() -> None:
     counted = await last_line("fleet.py", "--agents", "3")
     expected = {"agents": 3, "refunds": 3, "cases": 3, "questions": 6, "extra_calls": 0, "kills": 0}
     assert expected.items() <= counted.items()
+    assert counted["agents_per_s_to_prototype"] > 0
 
 
 async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:
@@ -41,3 +47,13 @@ async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:
     two, four = counted["durable_write"]
     assert (two["polls"], four["polls"]) == (2, 4)
     assert two["events"] == four["events"] <= 18
+
+
+async def test_a_decider_that_queries_makes_history_grow_in_line_with_the_turns() -> None:
+    counted = await last_line("history_growth.py", "--turns", "5", "10", "20")
+    sizes: dict[str, list[int]] = {"sent": [], "queried": []}
+    for row in counted["history_growth"]:
+        sizes[row["way"]].append(row["bytes"])
+    for way, (five, ten, twenty) in sizes.items():
+        growth = (twenty - ten) / (ten - five)  # 2 in line, 4 with the square
+        assert (growth > 3) == (way == "sent")

@@ -48,9 +48,16 @@ async def demo(
     mark: str, *arguments: str, python: Sequence[str] = (), env: Mapping[str, str] = {}
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *python, str(DEMO), *arguments, cwd="/",
-        env={**os.environ, MARK: mark, **env}, stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        sys.executable,
+        *python,
+        str(DEMO),
+        *arguments,
+        cwd="/",
+        env={**os.environ, MARK: mark, **env},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
         yield process
     finally:
@@ -83,9 +90,13 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
         assert await process.wait() == 141
 
 
-@pytest.mark.parametrize(("signum", "code", "moment"), [
-    pytest.param(signal.SIGTERM, 143, "2. With", marks=pytest.mark.everywhere),
-    (signal.SIGINT, 130, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("signum", "code", "moment"),
+    [
+        pytest.param(signal.SIGTERM, 143, "2. With", marks=pytest.mark.everywhere),
+        (signal.SIGINT, 130, "SIGKILL"),
+    ],
+)
 async def test_an_interrupt_cleans_up(
     mark: str, server: Server, signum: signal.Signals, code: int, moment: str
 ) -> None:
@@ -120,8 +131,10 @@ async def test_missing_packages_are_one_line(mark: str) -> None:
     assert err.decode().count("\n") == 1 and "pip install -e ." in err.decode()
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--crash", "nowhere"], ["--order", "a b"], ["--order", "1236", "--crash", "before-refund"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--crash", "nowhere"], ["--order", "a b"], ["--order", "1236", "--crash", "before-refund"]],
+)
 def test_bad_arguments_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

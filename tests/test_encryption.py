@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Desk
+from conftest import Desk, request_for
 from temporalio import activity, workflow
 from temporalio.api.common.v1 import Payload
 from temporalio.api.enums.v1 import EventType
@@ -31,7 +31,8 @@ from memory_activities import MemoryActivities
 from refund_agent import Case, RefundAgent
 
 pytest.importorskip(
-    "cryptography", reason="cryptography is not installed: pip install -e '.[encryption]'")
+    "cryptography", reason="cryptography is not installed: pip install -e '.[encryption]'"
+)
 
 from recipes.encryption import (  # noqa: E402
     EncryptionCodec,
@@ -39,7 +40,6 @@ from recipes.encryption import (  # noqa: E402
     Tampered,
     UnknownKey,
     encrypting,
-    play,
 )
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "encryption.py"
@@ -108,9 +108,18 @@ def texts_of(desk: Desk) -> list[str]:
     intent = desk.world.payment_intent("1234")
     refunds = [each for each, it in desk.world.stripe.refunds.items() if it["metadata"]]
     assert intent and refunds
-    return ["Please refund order", *run_demo.SCRIPT.values(), "the teapot of the customer",
-            "refund succeeded", "Your refund of", '"ada"', '"1234"', "customer_id", intent,
-            refunds[-1]]
+    return [
+        "Please refund order",
+        *run_demo.SCRIPT.values(),
+        "the teapot of the customer",
+        "refund succeeded",
+        "Your refund of",
+        '"ada"',
+        '"1234"',
+        "customer_id",
+        intent,
+        refunds[-1],
+    ]
 
 
 async def test_an_exported_history_shows_no_text_of_the_customer(server: Server) -> None:
@@ -149,8 +158,13 @@ class Talks:
         await workflow.sleep(0.01, summary=text)
         workflow.upsert_memo({"told": text})
         await workflow.execute_activity(
-            leaks, text, summary=text, start_to_close_timeout=SLOWEST, heartbeat_timeout=SLOWEST,
-            retry_policy=RetryPolicy(maximum_attempts=2, initial_interval=timedelta(seconds=0.01)))
+            leaks,
+            text,
+            summary=text,
+            start_to_close_timeout=SLOWEST,
+            heartbeat_timeout=SLOWEST,
+            retry_policy=RetryPolicy(maximum_attempts=2, initial_interval=timedelta(seconds=0.01)),
+        )
         return text
 
     @workflow.signal
@@ -171,8 +185,15 @@ async def talking(client: Client) -> AsyncIterator[WorkflowHandle[Talks, str]]:
     queue = f"talks-{uuid.uuid4()}"
     async with Worker(client, task_queue=queue, workflows=[Talks], activities=[leaks]):
         handle = await client.start_workflow(
-            Talks.run, CANARY, id=queue, task_queue=queue, memo={"topic": CANARY},
-            static_summary=CANARY, static_details=CANARY, execution_timeout=SLOWEST)
+            Talks.run,
+            CANARY,
+            id=queue,
+            task_queue=queue,
+            memo={"topic": CANARY},
+            static_summary=CANARY,
+            static_details=CANARY,
+            execution_timeout=SLOWEST,
+        )
         assert await handle.query(Talks.said) == CANARY
         assert await handle.execute_update(Talks.repeat, CANARY) == CANARY
         await handle.signal(Talks.hear, CANARY)
@@ -235,15 +256,6 @@ async def opened(server: Server, keys: str) -> tuple[Desk, Case]:
 
 
 @pytest.mark.everywhere
-async def test_a_case_goes_on_when_the_key_is_rotated_and_replays(server: Server) -> None:
-    history = await play(server, encrypting(OLD), encrypting(ROTATED))
-    exported = text_of(history)
-    assert "old-key" in exported and "new-key" in exported
-    replayer = Replayer(workflows=[RefundAgent], data_converter=encrypting(ROTATED))
-    await replayer.replay_workflow(history)
-
-
-@pytest.mark.everywhere
 async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: Server) -> None:
     desk, case = await opened(server, OLD)
     mine, desk.client = desk.client, await connected(server, encrypting(NEW))
@@ -253,7 +265,7 @@ async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: S
     failure = failed.workflow_task_failed_event_attributes.failure
     assert failure.application_failure_info.type == "UnknownKey"
     assert await finished(desk, case, mine) == "refund succeeded"
-    assert desk.world.refunds_of(case.id) == 1
+    assert desk.world.refunds_of(request_for("1234")) == 1
 
 
 @pytest.mark.everywhere
@@ -339,11 +351,21 @@ async def test_a_payload_is_bound_to_the_name_of_its_key() -> None:
         await decoded(renamed, f"{OLD},other:{A}")
 
 
-@pytest.mark.parametrize(("keys", "entry"), [
-    ("", 1), (A, 1), ("old-key", 1), (f"old key:{A}", 1), (f"old-key:{A[:-4]}", 1),
-    (f"old-key:{A[:-1]}", 1), (f"old-key:{A}{A}", 1), (f"old-key:!{A[1:]}", 1), (f"{OLD},", 2),
-    (f"{OLD},{NEW},old-key:{B}", 3),
-])
+@pytest.mark.parametrize(
+    ("keys", "entry"),
+    [
+        ("", 1),
+        (A, 1),
+        ("old-key", 1),
+        (f"old key:{A}", 1),
+        (f"old-key:{A[:-4]}", 1),
+        (f"old-key:{A[:-1]}", 1),
+        (f"old-key:{A}{A}", 1),
+        (f"old-key:!{A[1:]}", 1),
+        (f"{OLD},", 2),
+        (f"{OLD},{NEW},old-key:{B}", 3),
+    ],
+)
 def test_malformed_keys_are_refused_and_not_shown(keys: str, entry: int) -> None:
     with pytest.raises(MalformedKeys, match=f"PAYLOAD_KEYS: entry {entry} ") as refused:
         encrypting(keys)
@@ -352,8 +374,7 @@ def test_malformed_keys_are_refused_and_not_shown(keys: str, entry: int) -> None
 
 @pytest.mark.everywhere
 def test_the_recipe_shows_it() -> None:
-    ran = subprocess.run(
-        [sys.executable, str(RECIPE)], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([sys.executable, str(RECIPE)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "in which 4 of 4 texts" in ran.stdout and "in which 0 of 4 texts" in ran.stdout
 
@@ -362,7 +383,9 @@ def test_the_recipe_shows_it() -> None:
 def test_without_the_library_the_recipe_says_what_to_install() -> None:
     without = "import sys, runpy; sys.modules['cryptography'] = None; runpy.run_path(sys.argv[1])"
     ran = subprocess.run(
-        [sys.executable, "-c", without, str(RECIPE)], capture_output=True, text=True, check=False)
+        [sys.executable, "-c", without, str(RECIPE)], capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == ("cryptography is not installed. "
-                          "Install it with: pip install -e '.[encryption]'\n")
+    assert ran.stderr == (
+        "cryptography is not installed. Install it with: pip install -e '.[encryption]'\n"
+    )

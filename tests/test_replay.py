@@ -22,8 +22,8 @@ async def test_a_recorded_case_replays() -> None:
 async def test_a_loop_that_forgets_to_recall_first_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def skip(request: Any, runtime: Any, known: Any) -> Any:
-        return known
+    async def skip(request: Any, runtime: Any) -> None:
+        return None
 
     monkeypatch.setattr(refund_agent, "recall", skip)
     replayer = Replayer(workflows=[RefundAgent], workflow_runner=UnsandboxedWorkflowRunner())

@@ -3,37 +3,37 @@
 from pathlib import Path
 
 import pytest
-from conftest import Desk
+from conftest import Desk, request_for
 from temporalio import workflow
 from temporalio.worker import WorkerConfig
 
 import harness
 from harness import HarnessPlugin, Server
 from recipes.versioning import ScreeningActivities, ScreeningRefundAgent, does_not_replay
-from refund_agent import RefundOrder
+from refund_agent import AgreedRefund
 
 OLD = str(Path(__file__).parent / "histories" / "escalated.json")
 
 
 class Suspects:
     def __init__(self, suspicious: bool) -> None:
-        self.suspicious_now, self.seen = suspicious, 0
+        self.suspicious, self.seen = suspicious, 0
 
-    async def suspicious(self, order: RefundOrder) -> bool:
+    async def screen(self, agreed: AgreedRefund) -> bool:
         self.seen += 1
-        return self.suspicious_now
+        return self.suspicious
 
 
 class Deployed(HarnessPlugin):
     """Puts the changed Workflow and its Activity into `build_worker`'s Worker."""
 
-    def __init__(self, screen: Suspects) -> None:
+    def __init__(self, suspects: Suspects) -> None:
         super().__init__("demo")
-        self.screen = ScreeningActivities(screen)
+        self.steps = ScreeningActivities(suspects.screen)
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
         config["workflows"] = [ScreeningRefundAgent]
-        config["activities"] = [*config["activities"], self.screen.screen_refund]
+        config["activities"] = [*config["activities"], self.steps.screen_refund]
         return super().configure_worker(config)
 
 
@@ -41,22 +41,21 @@ async def test_a_case_from_before_the_change_still_replays() -> None:
     assert await does_not_replay([OLD]) == []
 
 
-async def test_whoever_forgets_the_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_without_the_patch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workflow, "patched", lambda name: True)
     (broken,) = await does_not_replay([OLD])
     assert broken.startswith(OLD)
 
 
-@pytest.mark.parametrize(
-    "suspicious", [pytest.param(False, marks=pytest.mark.everywhere), True])
+@pytest.mark.parametrize("suspicious", [pytest.param(False, marks=pytest.mark.everywhere), True])
 async def test_a_new_case_is_screened_once_and_replays(
     server: Server, tmp_path: Path, suspicious: bool
 ) -> None:
-    screen, outcome = Suspects(suspicious), "needs a human" if suspicious else "refund succeeded"
-    desk = Desk(await harness.connect(server.address, plugins=[Deployed(screen)]))
+    suspects, outcome = Suspects(suspicious), "needs a human" if suspicious else "refund succeeded"
+    desk = Desk(await harness.connect(server.address, plugins=[Deployed(suspects)]))
     async with desk.open() as case:
         assert (await case.result()).outcome == outcome
-    assert (screen.seen, desk.world.refunds_of(case.id)) == (1, not suspicious)
+    assert (suspects.seen, desk.world.refunds_of(request_for("1234"))) == (1, not suspicious)
     path = tmp_path / "new.json"
     path.write_text((await case.fetch_history()).to_json())
     assert await does_not_replay([str(path)]) == []

@@ -3,16 +3,13 @@
 import os
 import sys
 import threading
-from datetime import timedelta
 
 from temporalio.client import Client
 from temporalio.plugin import SimplePlugin
 from temporalio.worker import Worker, WorkerConfig
 
-from harness import Address, Remote
-from refund_agent import build_worker
-
-STICKY = timedelta(seconds=0.2)  # how long Workflow Tasks wait for a Worker that was killed
+from harness import STICKY, Address, Remote
+from refund_agent import RefundActivities, build_worker
 
 
 class Impatient(SimplePlugin):
@@ -29,8 +26,8 @@ def worker(client: Client, task_queue: str) -> Worker:
     config = client.config()
     config |= {"interceptors": [], "plugins": [*config["plugins"], Impatient()]}
     remote = Remote(Address(int(os.environ["WORLD_PORT"]), os.environ["WORLD_TOKEN"]))
-    return build_worker(Client(**config), task_queue, stripe=remote.stripe, shop=remote.shop,
-                        decider=remote.decider, memory=remote.xmemory)
+    steps = RefundActivities(stripe=remote.stripe, shop=remote.shop, decide=remote.decider.decide)
+    return build_worker(Client(**config), task_queue, steps, remote.xmemory)
 
 
 def end_with_the_test() -> None:

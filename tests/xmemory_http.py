@@ -3,7 +3,6 @@ one takes its place when it is made."""
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from http_face import Answer, HttpFace, Request
@@ -64,8 +63,12 @@ class XmemoryFace(HttpFace):
         if cluster_id not in [each["id"] for each in self.clusters]:
             raise XmemoryAPIError("no such cluster", status=404, code="NOT_FOUND")
         schema = json.loads(wanted["instance_schema"]["json_schema"]["value"])
-        made = {"id": f"made-{len(self.instances) + 1}", "cluster_id": cluster_id,
-                "name": wanted["name"], "data_schema": schema}
+        made = {
+            "id": f"made-{len(self.instances) + 1}",
+            "cluster_id": cluster_id,
+            "name": wanted["name"],
+            "data_schema": schema,
+        }
         self.instances.append(made)
         keys = {name: each["primary_key"] for name, each in schema["objects"].items()}
         self.fake = FakeXmemory(keys)
@@ -75,4 +78,4 @@ class XmemoryFace(HttpFace):
 
 def _envelope(status: int, headers: Mapping[str, str] = {}, **filled: Any) -> Answer:
     body = {"ids": [], "items": [], "errors": []} | filled
-    return Answer(status, json.dumps(body, default=datetime.isoformat).encode(), headers)
+    return Answer(status, json.dumps(body).encode(), headers)

@@ -1,0 +1,153 @@
+"""A Signal may hold anything. None stops a case, none counts twice, and none but a reviewer's
+approval approves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from conftest import Desk, reply, request_for
+
+import harness
+from refund_agent import (
+    INTAKE,
+    Answer,
+    Case,
+    Known,
+    Question,
+    RefundAgent,
+    Refused,
+    case_id_for,
+    question_about,
+    send_answer,
+)
+
+
+async def question_to(case: Case, person: str) -> Question:
+    """The open question to this person. Other questions are answered."""
+    while True:
+        question = await harness.open_question(case)
+        if question and question.to == person:
+            return question
+        if question:
+            await send_answer(case, await reply(question), reviewer=question.to == "reviewer")
+        await asyncio.sleep(harness.POLL_SECONDS)
+
+
+@asynccontextmanager
+async def waiting(desk: Desk, person: str = "reviewer") -> AsyncIterator[tuple[Case, Question]]:
+    """A case of 150.00 that waits for this person."""
+    async with desk.worker():
+        case = await desk.start("1235")
+        yield case, await question_to(case, person)
+
+
+def useless(review: str) -> list[list[Any]]:
+    """The arguments of one Signal each. The id of the review makes them as good as they can be."""
+    approval = {"question_id": review, "text": "yes", "approve": True}
+    return [
+        [],
+        [approval, approval],
+        [None],
+        ["yes"],
+        [b"yes"],
+        [[approval]],
+        [7],
+        [{"question_id": review, "approve": "false"}],
+        [{"question_id": review, "approve": "true"}],
+        [{"question_id": review, "approve": 1}],
+        [{"question_id": review, "text": "yes"}],
+        [approval | {"text": "x" * 1_100_000}],
+        [approval | {"text": None}],
+        [approval | {"question_id": 5}],
+        [approval | {"question_id": "reviewer-0-unknown"}],
+        [{"question_id": "customer-9-unknown", "text": "yes"}],
+    ]
+
+
+async def send_all(case: Case, review: str) -> None:
+    for arguments in useless(review):
+        for signal in ("answer", "review"):
+            await case.signal(signal, args=arguments)
+    # The customer cannot approve: this id is right, and the Signal is the wrong one.
+    await case.signal("answer", Answer(review, "yes", approve=True))
+
+
+async def test_while_a_case_waits_it_ignores_whatever_is_no_answer(desk: Desk) -> None:
+    async with waiting(desk) as (case, review):
+        await send_all(case, review.id)
+        assert await harness.open_question(case) == review
+        await send_answer(case, Answer(review.id, approve=True), reviewer=True)
+        assert (await case.result()).outcome == "refund succeeded"
+    assert desk.world.stripe.counts()["refunds.create"] == 1
+
+
+async def test_while_a_refund_is_on_its_way_no_message_stops_it(desk: Desk) -> None:
+    held = desk.world.stripe.hold_next_create("before")
+    async with waiting(desk) as (case, review):
+        await send_answer(case, Answer(review.id, approve=True), reviewer=True)
+        await held.wait()
+        await send_all(case, review.id)
+        desk.world.stripe.release()
+        assert (await case.result()).outcome == "refund succeeded"
+    assert desk.world.stripe.counts()["refunds.create"] == 1
+
+
+async def test_the_first_review_counts(desk: Desk) -> None:
+    async with waiting(desk) as (case, review):
+        for approve in (False, True):
+            await case.signal("review", Answer(review.id, "note", approve))
+        result = await case.result()
+    assert (result.outcome, result.notice) == ("denied", "note")
+
+
+async def test_an_answer_may_come_before_its_question(desk: Desk) -> None:
+    async with waiting(desk, "customer") as (case, first):
+        known = Known(request_for("1235"), (await case.describe()).start_time.timestamp())
+        assert question_about(known, 0, "customer", first.text) == first
+        second = question_about(known, 1, "customer", INTAKE[1])
+        await case.signal("answer", Answer(second.id, "The lid."))
+        await send_answer(case, Answer(first.id, "Yes."))
+        while (question := await harness.open_question(case)) in (None, first):
+            await asyncio.sleep(harness.POLL_SECONDS)
+        assert question and question.to == "reviewer"
+
+
+async def test_a_message_that_would_not_be_used_is_refused_in_words(desk: Desk) -> None:
+    async with waiting(desk, "customer") as (case, question):
+        for answer in (Answer(question.id, " "), Answer(question.id, "x" * 2_001)):
+            with pytest.raises(Refused, match="1 to 2,000 characters"):
+                await send_answer(case, answer)
+        with pytest.raises(Refused, match="not open"):
+            await send_answer(case, Answer("customer-7-unknown", "yes"))
+        await case.terminate()
+        with pytest.raises(Refused, match="not open|closed"):
+            await send_answer(case, Answer(question.id, "yes"))
+
+
+async def test_with_no_worker_alive_answers_are_accepted_until_too_many_wait(desk: Desk) -> None:
+    async with waiting(desk, "customer") as (case, question):
+        pass
+    for _ in range(20):
+        await asyncio.gather(
+            *(case.signal("answer", Answer("customer-9-x", "x")) for _ in range(50))
+        )
+    with pytest.raises(Refused, match="too many messages wait"):
+        await send_answer(case, Answer(question.id, "yes"))
+    async with desk.worker():
+        assert await harness.open_question(case) == question
+        await send_answer(case, Answer(question.id, "yes"))
+        assert (await question_to(case, "reviewer")).to == "reviewer"
+
+
+def test_a_case_id_names_the_order_line_and_hides_the_customer() -> None:
+    assert case_id_for(request_for("1234")).startswith("refund-1234-1-")
+    assert "ada" not in case_id_for(request_for("1234"))
+
+
+async def test_progress_names_the_step_and_the_question(desk: Desk) -> None:
+    async with waiting(desk) as (case, review):
+        progress = await case.query(RefundAgent.progress)
+    assert (progress.question, progress.result) == (review, None)
+    assert progress.since > 0

@@ -421,7 +421,7 @@ async def close(server: Server, started: float) -> None:
             await anyio.sleep_forever()
 
 
-def parse(arguments: list[str] | None = None) -> Options:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Kill the same refund agent twice, as a plain process and as a Temporal\n"
         "Workflow, and count what each one loses. Exits with 0 if all that it claims was observed.",
@@ -447,6 +447,11 @@ def parse(arguments: list[str] | None = None) -> Options:
     )
     parser.add_argument("--ask", action="store_true", help="you are the customer and the reviewer")
     parser.add_argument("--ui", action="store_true", help="keep the server up, with its Web UI")
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    parser = command_line()
     given = parser.parse_args(arguments)
     order = given.order
     if order is None:

@@ -340,24 +340,20 @@ def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None
     }
     for claim in (claim for claim, observed in claims.items() if not observed):
         print(f"NOT OBSERVED: {claim}")
-    print(
-        json.dumps(
-            {
-                "agents": n,
-                "refunds": len(refunds),
-                "cases": sum(cases),
-                "questions": sum(questions),
-                "extra_calls": extra_calls,
-                "kills": kills,
-                "events": events,
-                "bytes": size,
-                "agents_per_s": round(n / used.seconds, 2),
-                "events_per_s": round(used.events / used.seconds, 1),
-                "agents_per_s_to_prototype": ratio,
-            }
-        ),
-        flush=True,
-    )
+    counts = {
+        "agents": n,
+        "refunds": len(refunds),
+        "cases": sum(cases),
+        "questions": sum(questions),
+        "extra_calls": extra_calls,
+        "kills": kills,
+        "events": events,
+        "bytes": size,
+        "agents_per_s": round(n / used.seconds, 2),
+        "events_per_s": round(used.events / used.seconds, 1),
+        "agents_per_s_to_prototype": ratio,
+    }
+    print(json.dumps(counts), flush=True)
     return 0 if all(claims.values()) else 1
 
 

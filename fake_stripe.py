@@ -213,8 +213,8 @@ class FakeStripe:
     ) -> None:
         """Answer the next `times` requests to `endpoint` with `error`. With `acted`, the refund is
         made first: the answer is lost, or is a 500."""
-        # These answers come from in front of the idempotency layer: Stripe's access checks and
-        # limits, a proxy (408), or a lost connection (None).
+        # Not stored are the answers that come from in front of the idempotency layer: Stripe's
+        # access checks and limits, a proxy (408), or a lost connection (None).
         stored = error.http_status not in {None, 401, 403, 408, 409, 429}
         self._faults[endpoint] += [Fault(error, acted, stored)] * times
 

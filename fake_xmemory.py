@@ -236,6 +236,7 @@ class FakeXmemory:
         if self.forks and self._jobs:
             name = name.removeprefix("Dr. ")
         change = {"key": {"name": name}, "values": {"fact": fact}}
+        # "merge" creates or updates. Only an extraction can do that; `_submit` refuses it.
         return [{"object_mutation": {"object_type": FACTS, "merge": change}}] if colon else []
 
     def apply_due(self) -> None:

@@ -4,7 +4,7 @@ Memory is what an agent carries from one run to the next. It does not say which 
 (Event History does) or whether an effect happened (its owner does). Three rules hold here:
 
 * A free-text write is sent at most once, because a second extraction may file the same fact under
-  another key. A structured mutation carries its key and is retried.
+  another key, such as "Dr. Ann" for "Ann". A structured mutation carries its key and is retried.
 * Temporal owns every retry and every wait, including the wait for a queued write.
 * A failure shows no key, no transport text and no content.
 
@@ -170,8 +170,8 @@ class WorkflowMemory:
     the table `ERRORS` or "TimedOut".
 
     Reads and `write_status` are retried by the `read_retry_policy`. A write of records is retried,
-    and a text is sent once. A `write_retry_policy` holds for both, so give one only if every key
-    stands in the text word for word.
+    and a text is sent once. A `write_retry_policy` holds for both. Give one only if each of your
+    texts spells out its keys.
     """
 
     read_timeout: timedelta = timedelta(seconds=120)  # a deep read takes a minute or two
@@ -221,7 +221,7 @@ class WorkflowMemory:
         if text:
             options = {"extraction_logic": "deep", **options}
         queued = await self.write_async(text, **options)
-        if not queued.write_id:
+        if not queued.write_id:  # an earlier attempt had made the write
             return WriteStatus("", "completed")
         # The Activity fails with "not finished yet", and the server retries it until the limit. A
         # failed attempt that is retried is not an event, so the wait costs the same few events
@@ -381,8 +381,8 @@ ERRORS = {  # The types are stable: match them in an `except` or a RetryPolicy.
 
 def error_type(error: Exception) -> str:
     """The row of an error. The client's errors are known by their attributes, so this file needs no
-    client library. A code that is not in the table is retryable: a newer service must not break an
-    older Worker."""
+    client library. A code of xmemory that is not in the table is retryable: a newer service must
+    not break an older Worker. Another 4xx without a code is XmemoryBadRequest."""
     answer = getattr(error, "code", None) or getattr(error, "status", None) or 0
     for name, kind in ERRORS.items():
         if answer in kind.answers:

@@ -11,6 +11,7 @@ each call as an Activity. The loop does not know which one it runs in.
     decider     a fixed one, `decide`, or a live model. Code bounds what it may do
     terms       item, price, currency and payment: what a decision rests on
     handover    a case that a colleague takes over
+    reset       an operator makes Temporal run a case again from an earlier point of its history
 
 Every fact has an owner, and the owner's record wins. Stripe owns whether money moved, the shop
 owns the order, and Event History owns where the work stands. Memory informs and never decides.
@@ -100,7 +101,7 @@ class Known:
     rejected: tuple[str, ...] = ()  # the steps that the guard rails refused, and why
 
 
-MAX_TEXT = 2_000  # characters of one text from outside; a few such texts fit any model and history
+MAX_TEXT = 2_000  # characters of one text from outside; a few fit into a model and a history
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Only a reviewer approves; the text of a reviewer is a note for colleagues."""
+    """Only a reviewer approves. A reviewer's text is a note; the result of a denial keeps it."""
 
     question_id: str
     text: str = ""
@@ -130,8 +131,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AgreedRefund:
-    """What was decided, with the terms that it rests on. With a `refund_id`, it is a look at a
-    refund that Stripe has not settled yet."""
+    """What was decided, with its terms. With a `refund_id`, it is a daily look at that refund."""
 
     request: RefundRequest
     order: Order | None = None
@@ -166,8 +166,8 @@ INTAKE = ("Was the package opened?", "What was damaged?")
 
 
 def decide(known: Known) -> Step:
-    """The fixed decider, a pure function: ask two questions, look up two records, then decide. It
-    approves a small refund of a customer with a clean history whenever the item was bought."""
+    """The fixed decider, a pure function: ask two questions, look up two records, then decide. A
+    small refund for a customer with a clean history is approved however old the order is."""
     if len(known.answers) < len(INTAKE):
         return Step("ask", INTAKE[len(known.answers)])
     if known.order is None:
@@ -254,7 +254,7 @@ async def run_agent(request: RefundRequest, runtime: Runtime) -> RefundResult:
     try:
         result = await work(known, runtime)
     except ApplicationError as failure:
-        outcome = failure.type or HUMAN  # see `final_failure`
+        outcome = failure.type or HUMAN  # an outcome, if `final_failure` made it
         result = (
             make_result(outcome) if outcome in ASK_AGAIN else hand_over(request, failure.message)
         )
@@ -272,7 +272,7 @@ async def run_agent(request: RefundRequest, runtime: Runtime) -> RefundResult:
     return result
 
 
-MAX_TURNS = 12  # `decide` needs six; this also bounds history, and terms that keep changing
+MAX_TURNS = 12  # `decide` needs six; it also ends a case whose terms keep changing
 
 
 async def work(known: Known, runtime: Runtime) -> RefundResult:
@@ -303,8 +303,8 @@ async def work(known: Known, runtime: Runtime) -> RefundResult:
             result = await review_and_refund(step, known, turn, runtime)
             if result:
                 return result
-            # The terms changed before anything was sent. Forget the order, keep what the customer
-            # said, and decide again.
+            # The terms changed before anything was sent. Forget what depends on the order, keep the
+            # rest, and decide again.
             known = replace(known, order=None, policy=None)
     return hand_over(known.request, "the decider found no decision within its bounds")
 
@@ -338,8 +338,9 @@ async def review_and_refund(
 
 
 def question_about(known: Known, turn: int, to: str, text: str) -> Question:
-    """A reset applies old answers again, to the same questions. So the id stands for this text,
-    these terms and this start: an approval that was given for others approves nothing."""
+    """The id decides which answers count, because a reset applies old answers again. It holds the
+    turn, as a question asked twice needs two answers; the text and the terms, as an approval of
+    others approves nothing; and the start, as a new run takes no answer meant for an old one."""
     about = (text, known.order and known.order.terms, known.started_at)
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     return Question(f"{to}-{turn}-{digest}", to, text)
@@ -394,9 +395,10 @@ TOLD = {  # what the customer hears
     "no answer": "We did not hear back in time, so this case is closed. You can ask again.",
     HUMAN: "A colleague will look at this and write to you.",
 }
-OPEN = ("refund pending", "refund requires_action")  # Stripe will change these
-# Nothing was decided, so the customer may ask again. Every other result stands: whoever was told
-# to act next owns the case.
+# Stripe will change these. A refund that succeeded can still fail for a month; that is not watched.
+OPEN = ("refund pending", "refund requires_action")
+# Nothing was decided, so the customer may ask again. Every other result is final here: a colleague
+# goes on, if one was told to.
 ASK_AGAIN = ("order not found", "not paid", "no answer")
 
 
@@ -423,8 +425,8 @@ def hand_over(
     notice = (
         f"{why}. A refund may exist or still arrive. In Stripe, look at all refunds of the payment"
         f" of order {request.order_id} for the metadata {METADATA_KEY} = {request.name}. One that"
-        " failed or was canceled does not count. If there is no other, wait an hour and look again."
-        " If you then make one by hand, give it that metadata:"
+        " failed or was canceled does not count. If none counts, wait an hour and look again. If"
+        " there is still none, make one by hand, and give it that metadata:"
         f" key {METADATA_KEY}, value {request.name}."
     )
     return make_result(outcome if outcome in TOLD else HUMAN, refund, notice=notice)
@@ -478,7 +480,8 @@ async def remember(result: RefundResult, known: Known, runtime: Runtime) -> Refu
 async def calling(service: str) -> AsyncIterator[None]:
     """Turn every error of a call into one type with a fixed text. `from None` keeps its own text,
     which may quote a key or a customer, out of Event History. A client that hangs is cut off before
-    Temporal cuts off the attempt. `http_status` is Stripe's: other errors are always retried."""
+    Temporal cuts off the attempt. Only Stripe's errors have an `http_status`, so only they are
+    final."""
     try:
         async with asyncio.timeout(memory_activities.client_timeout()):
             yield
@@ -516,8 +519,8 @@ class RefundActivities:
     every retry. `shop` owns the orders, and never changes or reuses an id. `order(order_id, line)`
     returns None, or an object with order_id, customer_id, item, price, currency (lower case, as at
     Stripe), payment_intent and purchased_at. `customer_history(customer_id)` returns an object with
-    earlier_refunds. `decide` returns an object with the attributes of a Step; the customer reads
-    the text of a denial.
+    earlier_refunds. `decide` is a coroutine function. It returns an object with the attributes of a
+    Step; the customer reads the text of a denial.
     """
 
     stripe: Any
@@ -539,23 +542,22 @@ class RefundActivities:
     async def lookup_order(self, known: Known) -> Order:
         """The order line and its payment. Whatever cannot be refunded is refused here, so that
         nobody reviews it."""
-        order = await self._order_at_shop(known.request)
-        if not order:
-            raise final_failure("the shop has no such order of this customer", "order not found")
-        payment_intent = order.payment_intent
-        async with calling(f"Stripe, {payment_intent}"):
+        async with calling("Stripe"):  # around both services: an attempt has one deadline
+            order = await self._order_at_shop(known.request)
+            if not order:
+                raise final_failure("the shop has no such order of the customer", "order not found")
             payment = await self.stripe.v1.payment_intents.retrieve_async(
-                payment_intent, {"expand": ["latest_charge"]}
+                order.payment_intent, {"expand": ["latest_charge"]}
             )
             charge = payment.latest_charge
             # A card that was only authorized has a charge that succeeded and was not captured.
             if not charge or charge.status != "succeeded" or not charge.captured:
                 raise final_failure("no charge succeeded and was captured", "not paid")
             if charge.amount_captured != charge.amount:
-                raise final_failure(f"{payment_intent} was captured in part")
+                raise final_failure(f"{order.payment_intent} was captured in part")
             if payment.currency != order.currency or order.currency not in DECIMALS:
                 raise final_failure(
-                    f"order in {order.currency}, {payment_intent} in {payment.currency}"
+                    f"order in {order.currency}, {order.payment_intent} in {payment.currency}"
                 )
             order = replace(order, captured=charge.amount_captured)
             return replace(
@@ -593,13 +595,13 @@ class RefundActivities:
         day. A refund on record stays.
         """
         refunds = self.stripe.v1.refunds
-        if agreed.refund_id:  # a look, which cannot create
+        if agreed.refund_id:  # the daily look, which cannot create
             async with calling("Stripe"):
                 return seen(await refunds.retrieve_async(agreed.refund_id))
         request, order = agreed.request, agreed.order
         assert order
-        now = await self._order_at_shop(request)
         async with calling(f"Stripe, {order.payment_intent}"):
+            now = await self._order_at_shop(request)
             if done := await self._refund_on_record(request, order, agreed.amount):
                 return done
             if not now or now.terms != order.terms:
@@ -682,8 +684,8 @@ A_DAY = timedelta(days=1)
 @dataclass
 class Progress:
     """How far a case is, for your clients. Show the customer questions to the customer, and what
-    the result has `told`; the rest is for colleagues. `since` is when the Activity was first
-    tried."""
+    the result has `told`; the rest is for colleagues. `activity` is the last one of the agent, and
+    `since` is when it was scheduled."""
 
     activity: str = "none"
     since: float = 0.0
@@ -797,8 +799,8 @@ async def start_case(
 ) -> Case:
     """Start a case, or find it. A case is started again if it failed, was canceled or terminated,
     or if its result is one of ASK_AGAIN. Every other result stands. The caller has checked who the
-    customer is. A case that is found keeps its first message. `case_id` is for a server that is
-    shared; whatever it is, an order line is refunded once.
+    customer is. A case that is found keeps its first message. Give a `case_id` of your own if
+    others have cases of the same orders on that server, such as another run of the demo.
 
     Raises Refused for a malformed request and for a case of another customer.
     """
@@ -835,9 +837,11 @@ async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> 
     Of two answers to one question, the first counts."""
     sender = "reviewer" if reviewer else "customer"
     if not fits(sender, answer.question_id, answer.text):
-        raise Refused(f"an answer names its question and has 1 to {MAX_TEXT:,} characters")
+        raise Refused(
+            f"this is no question to you, or not an answer of 1 to {MAX_TEXT:,} characters"
+        )
     soon = timedelta(seconds=1)  # a Worker that is alive answers a Query faster
-    many = 1_000  # events; a Worker that comes back reads several times as many messages at once
+    many = 1_000  # events; a Worker that comes back can read several times as many messages
     try:
         try:
             progress = await case.query(RefundAgent.progress, rpc_timeout=soon)
@@ -856,7 +860,7 @@ async def send_answer(case: Case, answer: Answer, *, reviewer: bool = False) -> 
 def build_worker(
     client: Client,
     task_queue: str,
-    refund: RefundActivities,
+    agent: RefundActivities,
     memory: memory_activities.XmemoryInstance,
 ) -> Worker:
     """The one registration, for every Worker."""
@@ -865,11 +869,11 @@ def build_worker(
         task_queue=task_queue,
         workflows=[RefundAgent],
         activities=[
-            refund.agent_decide_next_step,
-            refund.lookup_order,
-            refund.lookup_customer_history,
-            refund.check_refund_policy,
-            refund.issue_refund,
+            agent.agent_decide_next_step,
+            agent.lookup_order,
+            agent.lookup_customer_history,
+            agent.check_refund_policy,
+            agent.issue_refund,
             *memory_activities.MemoryActivities(memory).all(),
         ],
         # By default the SDK holds heartbeats back for 80% of their timeout, so that a single late

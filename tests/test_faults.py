@@ -102,9 +102,7 @@ ROWS = {
     "500 before it acted": Row(
         stripe(fake_stripe.server_error()), HUMAN, ATTEMPTS, 0, "Stripe, pi_000001: 500. "
     ),
-    "it hangs for ever": Row(
-        hanging_for_ever, HUMAN, 0, 0, "Stripe, pi_000001: no usable answer. "
-    ),
+    "it hangs for ever": Row(hanging_for_ever, HUMAN, 0, 0, "Stripe: no usable answer. "),
     "the last answer is lost": Row(
         stripe(*[LIMITED] * (ATTEMPTS - 1), LOST, acted=True),
         HUMAN,

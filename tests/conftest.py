@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -118,11 +119,14 @@ class Desk:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_temporal_environment() -> Iterator[None]:
-    """Nothing that the developer's shell says about Temporal reaches a test."""
+def no_shell() -> Iterator[None]:
+    """Nothing of the developer's shell reaches a test: no Temporal server, no proxy, and no SIGINT
+    that is ignored because the tests run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("TEMPORAL_")]:
-            patch.delenv(name)
+        for name in list(os.environ):
+            if name.startswith("TEMPORAL_") or name.lower().endswith("_proxy"):
+                patch.delenv(name)
         patch.setenv("TEMPORAL_CONFIG_FILE", os.devnull)
         yield
 

@@ -5,6 +5,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -330,6 +331,23 @@ async def test_a_shop_price_that_is_no_whole_number_is_not_cut(world: World) -> 
     assert failed.value.non_retryable
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("item", None), ("currency", 7), ("payment_intent", None)]
+)
+async def test_a_fact_of_another_type_is_for_a_human_and_stops_no_case(
+    world: World, name: str, value: object
+) -> None:
+    setattr(world.shop.orders["1234", 1], name, value)
+    result = await run(world)
+    assert result.outcome == HUMAN and creates(world) == 0
+
+
+async def test_a_refund_without_a_status_is_for_a_human(world: World) -> None:
+    world.stripe.next_statuses = [None]  # type: ignore[list-item]
+    result = await run(world)
+    assert result.outcome == HUMAN and "A refund may exist" in result.notice
+
+
 # --- Stripe's failures ---------------------------------------------------------------------------
 
 
@@ -405,6 +423,34 @@ async def test_a_status_that_is_none_of_stripes_is_for_a_human_with_the_refunds_
     result = await run(world)
     assert result.outcome == HUMAN and result.refund
     assert result.refund.id in result.notice and result.refund.status == "reversed"
+
+
+async def test_an_attempt_has_one_deadline_for_both_services(world: World) -> None:
+    request, order = await agreed(world), world.shop.order
+
+    async def slow(order_id: str, line: int) -> Any:
+        await asyncio.sleep(1)
+        return await order(order_id, line)
+
+    world.shop.order = slow  # type: ignore[method-assign]
+    world.stripe.v1.refunds.list_async = lambda _: asyncio.Event().wait()
+    environment = ActivityEnvironment()
+    allowed = timedelta(seconds=2)
+    environment.info = replace(environment.info, start_to_close_timeout=allowed)
+    async with asyncio.timeout(allowed.total_seconds()):
+        with pytest.raises(ApplicationError, match="no usable answer"):
+            await environment.run(steps(world).issue_refund, request)
+
+
+async def test_a_case_that_is_canceled_twice_still_reports_its_refund(world: World) -> None:
+    held = world.stripe.hold_next_create("before")
+    case = asyncio.create_task(run(world))
+    await held.wait()
+    for _ in range(2):
+        case.cancel()
+        await asyncio.sleep(0)
+    world.stripe.release()
+    assert (await case).outcome == "refund succeeded"
 
 
 # --- Open refunds --------------------------------------------------------------------------------

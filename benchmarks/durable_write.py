@@ -86,7 +86,7 @@ async def main() -> int:
     parser.add_argument("--polls", type=int, nargs="+", default=POLLS, metavar="N")
     wanted = parser.parse_args().polls
     memory, queue = SlowMemory(), str(uuid.uuid4())
-    async with harness.dev_server() as server:
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
         client = await server.client()
         async with Worker(
             client,
@@ -108,4 +108,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    harness.run(main())

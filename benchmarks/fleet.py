@@ -38,7 +38,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import harness
 import prototype
 import refund_agent
-from harness import Address, Call, Fixture, People, World
+import run_demo
+from harness import Call, DevServer, World
 from refund_agent import (
     Answer,
     Case,
@@ -94,31 +95,30 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def server_pid(server: harness.Server) -> int:
+def server_pid(server: DevServer) -> int:
     """The server is the child of its keeper."""
-    keeper = server.process.pid if server.process else 0
+    keeper = server.child.pid
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
     return 0
 
 
-async def work(temporal: str, queue: str, port: str, imported: str) -> None:
+async def work(remote: Any, temporal: str, queue: str, imported_once: bool) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
-    fleet: Any = harness.Remote(Address(int(port), os.environ["FLEET_TOKEN"]), idle=[]).fleet
-    world, plugins = fleet.world, []
-    if imported == "once":
+    plugins = []
+    if imported_once:
         from recipes.worker import ImportedOnce
 
         plugins.append(ImportedOnce())
-    client = await harness.connect(temporal, plugins=plugins)
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
-    async with refund_agent.build_worker(client, queue, steps, world.xmemory):
-        await fleet.polls(os.getpid())
-        await asyncio.to_thread(sys.stdin.read)  # until whoever started this process ends
+    client = await run_demo.connect(temporal, plugins=plugins)
+    steps = RefundActivities(remote.stripe, remote.shop, remote.decide)
+    async with refund_agent.build_worker(client, queue, steps, remote.xmemory):
+        await remote.polls(os.getpid())
+        await asyncio.Event().wait()
 
 
-async def work_prototype(temporal: str, queue: str) -> None:
-    client = await harness.connect(temporal)
+async def work_prototype(remote: Any, temporal: str, queue: str) -> None:
+    client = await run_demo.connect(temporal)
     async with Worker(
         client,
         task_queue=queue,
@@ -130,10 +130,10 @@ async def work_prototype(temporal: str, queue: str) -> None:
             prototype.refund,
         ],
     ):
-        await asyncio.to_thread(sys.stdin.read)
+        await asyncio.Event().wait()
 
 
-async def run_prototypes(server: harness.Server, count: int, in_flight: int) -> Used:
+async def run_prototypes(server: DevServer, count: int, in_flight: int) -> Used:
     client, pid, queue = await server.client(), server_pid(server), str(uuid.uuid4())
     places = anyio.Semaphore(in_flight)
 
@@ -152,9 +152,9 @@ async def run_prototypes(server: harness.Server, count: int, in_flight: int) -> 
             await case.result()
             return (await case.describe()).history_length
 
-    command = [sys.executable, __file__, "prototype", str(server.address), queue]
-    async with harness.child("a prototype's Worker", command) as worker:
-        await worker.until(partial(run, "warm-up"), START_SECONDS, "its first Workflow")
+    job = ("a prototype's Worker", "fleet:work_prototype", await server.address(), queue)
+    async with harness.child(*job, world=World()) as worker:
+        await asyncio.wait_for(run("warm-up"), START_SECONDS)
         before = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
         events = await asyncio.gather(*(run(f"{number}") for number in range(count)))
         after = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
@@ -165,33 +165,28 @@ async def reply(question: Question) -> Answer:
     return Answer(question.id, "Yes; the lid is cracked.")
 
 
-class Fleet:
+class Fleet(run_demo.Durable):
     """The agents, their customers, and the Workers that come and go."""
 
-    def __init__(self, options: argparse.Namespace, client: Client, tasks: Any) -> None:
-        self.client, self.queue, self.tasks = client, str(uuid.uuid4()), tasks
+    def __init__(self, options: argparse.Namespace, client: Client) -> None:
+        super().__init__("1234")
+        self.client, self.queue = client, self.name
         self.starts = anyio.Semaphore(STARTS_AT_ONCE)
         self.places, self.kill_every = anyio.Semaphore(options.in_flight), options.kill_every
-        self.people = {f"{number}": People(reply) for number in range(options.agents)}
+        self.shown = {f"n{number}": list[str]() for number in range(options.agents)}
         self.requests = [
-            RefundRequest(id, f"customer-{id}", "Please refund my order.") for id in self.people
+            RefundRequest(id, f"customer-{id}", "Please refund my order.") for id in self.shown
         ]
-        self.world = World(
-            [
-                Fixture(r.order_id, "approved at once", "teapot", 80_00, 200_00, r.customer_id)
-                for r in self.requests
-            ],
-            reply,
-            self.on_call,
-        )
+        for r in self.requests:
+            self.add(run_demo.ShopOrder(r.order_id, "", "teapot", 80_00, 200_00, r.customer_id))
         self.cases: dict[str, Case] = {}
-        self.calls, self.worker_cpu = 0, 0.0
+        self.worker_cpu = 0.0
         self.served_by: dict[str, int] = {}  # the Worker of each agent's last decision
         self.kills = self.gone = 0
-        self.killed_at: dict[int, float] = {}  # by process id, which a later Worker may have again
+        self.deaths: dict[int, float] = {}  # by process id, which a later Worker may have again
         self.recoveries: list[float] = []
         self.polling: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self.ready, self.ended = asyncio.Event(), asyncio.Event()
+        self.ready = asyncio.Event()
 
     async def live(self, request: RefundRequest) -> Ended:
         """One agent, from its start to its end."""
@@ -207,19 +202,19 @@ class Fleet:
         self.gone += 1
         return well, info.history_length, info.history_size_bytes
 
-    def on_call(self, call: Call) -> None:
-        self.calls += call.path != "fleet.polls"
-        if call.path.endswith("decider.decide"):
-            known = call.arguments[0]
+    def answered(self, call: Call) -> None:
+        if call.path == "decide":
+            known = call.args[0]
             id: str = known.request.order_id
-            if killed_at := self.killed_at.get(self.served_by.get(id, 0)):
+            if killed_at := self.deaths.get(self.served_by.get(id, 0)):
                 self.recoveries.append(time.monotonic() - killed_at)
             self.served_by[id] = call.pid
-            if call.result.action == "ask":
+            if call.answer.action == "ask":
                 turn = len(known.answers)  # the policy asks before it does anything else
-                question = question_about(known, turn, "customer", call.result.text)
-                if self.people[id].look_at(question):
-                    self.tasks.start_soon(self.answer, id, question)
+                question = question_about(known, turn, "customer", call.answer.text)
+                if question.id not in self.shown[id][-1:]:
+                    self.shown[id].append(question.id)
+                    self.begin(self.answer(id, question))
 
     async def answer(self, id: str, question: Question) -> None:
         await anyio.sleep(THINKING_SECONDS)
@@ -229,28 +224,34 @@ class Fleet:
         while True:
             await anyio.sleep(PROGRESS_SECONDS)
             print(
-                f"{self.gone} of {len(self.people)} agents have ended, {self.kills} kills",
+                f"{self.gone} of {len(self.shown)} agents have ended, {self.kills} kills",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def remembered(self, request: RefundRequest) -> int:
+        self.request = request
+        lines: int = self.count()["cases remembered"]
+        return lines
 
     async def polls(self, pid: int) -> None:
         """A Worker says so."""
         self.polling[pid].set()
         self.ready.set()
 
-    async def keep_worker(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    async def keep_worker(self, temporal: str, imported_once: bool) -> None:
+        job = ("a Worker", "fleet:work", temporal, self.queue, imported_once)
         while not self.ended.is_set():
-            async with harness.child("a Worker", command, env) as worker:
-                await worker.until(self.polling[worker.pid].wait, START_SECONDS, "its Task Queue")
+            async with harness.child(*job, world=self) as worker:
+                await worker.until(self.polling[worker.pid], START_SECONDS, "its Task Queue")
                 before = cpu_seconds(worker.pid) if not self.kills else 0.0
                 with anyio.move_on_after(self.kill_every):
-                    await worker.until(self.ended.wait, math.inf, "the end")
+                    await worker.until(self.ended, math.inf, "the end")
                 self.worker_cpu += cpu_seconds(worker.pid) - before
                 if not self.ended.is_set():
                     await worker.kill()
                     self.kills += 1
-                    self.killed_at[worker.pid] = time.monotonic()
+                    self.deaths[worker.pid] = time.monotonic()
                     del self.polling[worker.pid]
 
 
@@ -260,31 +261,23 @@ async def run(options: argparse.Namespace) -> int:
             py_compile.compile(file)
     half = partial(run_prototypes, count=-(-options.agents // 2), in_flight=options.in_flight)
     prototypes = list[Used]()
-    async with harness.dev_server() as server, anyio.create_task_group() as tasks:
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
         if options.kill_every is None:
             prototypes.append(await half(server))
-        fleet, pid = Fleet(options, await server.client(), tasks), server_pid(server)
-        async with harness.serving({"fleet": fleet}, fleet.on_call) as at:
-            command = [
-                sys.executable,
-                __file__,
-                "work",
-                str(server.address),
-                fleet.queue,
-                str(at.port),
-                "once" if options.imported_once else "for each case",
-            ]
-            async with anyio.create_task_group() as workers, harness.background(fleet.say_how_far):
-                for _ in range(options.workers):
-                    workers.start_soon(fleet.keep_worker, command, {"FLEET_TOKEN": at.token})
-                await fleet.ready.wait()
-                before = time.monotonic(), cpu_seconds(pid), time.process_time()
-                ended = await asyncio.gather(*map(fleet.live, fleet.requests))
-                after = time.monotonic(), cpu_seconds(pid), time.process_time()
-                fleet.ended.set()
+        fleet, pid = Fleet(options, await server.client()), server_pid(server)
+        telling = fleet.begin(fleet.say_how_far())
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(options.workers):
+                work = fleet.keep_worker(await server.address(), options.imported_once)
+                workers.create_task(work)
+            await fleet.ready.wait()
+            before = time.monotonic(), cpu_seconds(pid), time.process_time()
+            ended = await asyncio.gather(*map(fleet.live, fleet.requests))
+            after = time.monotonic(), cpu_seconds(pid), time.process_time()
+            fleet.ended.set()
+        telling.cancel()
         if prototypes:
             prototypes.append(await half(server))
-        tasks.cancel_scope.cancel()  # a customer may still look at a case that has ended
     seconds, server_cpu, parent_cpu = (b - a for a, b in zip(before, after, strict=True))
     events = sum(events for _, events, _ in ended)
     used = Used(len(ended), events, seconds, server_cpu, fleet.worker_cpu)
@@ -318,11 +311,12 @@ def each(used: Used, who: str) -> float:
 
 def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
-    n, kills, world = len(ended), fleet.kills, fleet.world
-    refunds = [refund["metadata"]["order_line"] for refund in world.stripe.refunds.values()]
-    cases = [world.remembered(request) for request in fleet.requests]
-    questions = [people.counted("customer") for people in fleet.people.values()]
-    extra_calls = fleet.calls - CALLS * n
+    n, kills = len(ended), fleet.kills
+    made = [refund["metadata"].get("order_line") for refund in fleet.stripe.refunds.values()]
+    refunds = [line for line in made if line]
+    cases = [fleet.remembered(request) for request in fleet.requests]
+    questions = [len(shown) for shown in fleet.shown.values()]
+    extra_calls = sum(call.path != "polls" for call in fleet.calls) - CALLS * n
     events, size = statistics.median(lengths), statistics.median(sizes)
     print(
         f"{n} agents in {used.seconds:.1f} s, {kills} kills; median of an agent: {events:.0f} "
@@ -400,7 +394,4 @@ def parsed() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["work"], ["prototype"]):
-        asyncio.run((work if sys.argv[1] == "work" else work_prototype)(*sys.argv[2:]))
-        sys.exit()
-    harness.run(partial(run, parsed()))
+    harness.run(run(parsed()))

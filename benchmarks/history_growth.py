@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness
 import refund_agent
+import run_demo
 from memory_activities import MemoryActivities
 from refund_agent import (
     Answer,
@@ -43,7 +44,6 @@ from refund_agent import (
 
 OBSERVATION = "x" * 1_024
 REQUEST = RefundRequest("1", "ann", "Please refund order 1.")
-ORDER = harness.Fixture("1", "a teapot", "teapot", 80_00, 200_00, "ann")
 
 
 @workflow.defn
@@ -79,13 +79,15 @@ async def decide(turns: int, known: Known) -> Step:
     return Step("ask", f"Question {asked}?") if asked < turns - 1 else Step("deny", "enough")
 
 
-async def reply(question: Question) -> Answer:
-    return Answer(question.id, OBSERVATION)
+class World(run_demo.Durable):
+    async def ask(self, question: Question) -> Answer:
+        self.asked.append(question)
+        return Answer(question.id, OBSERVATION)
 
 
 async def measure(client: Client, way: str, turns: int) -> dict[str, Any]:
     agent: Any = WAYS[way]
-    world, queue = harness.World([ORDER], reply, lambda call: None), str(uuid.uuid4())
+    world, queue = World("1"), str(uuid.uuid4())
     steps = RefundActivities(stripe=None, shop=None, decide=partial(decide, turns))
     activities = [steps.agent_decide_next_step, *MemoryActivities(world.xmemory).all()]
     async with Worker(
@@ -96,9 +98,9 @@ async def measure(client: Client, way: str, turns: int) -> dict[str, Any]:
         workflow_runner=UnsandboxedWorkflowRunner(),  # else the bounds would not be lifted in it
     ):
         case = await client.start_workflow(agent.run, REQUEST, id=queue, task_queue=queue)
-        async with harness.background(partial(world.people.converse, case)):
-            result = await case.result()
-    if (result.outcome, len(world.people.asked)) != ("denied", turns - 1):
+        await world.attend(case)
+    result = world.result
+    if (result and result.outcome, len(world.asked)) != ("denied", turns - 1):
         raise harness.HarnessError(f"{way} did not make its {turns} turns")
     info = (await case.describe()).raw_description.workflow_execution_info
     events, size = info.history_length, info.history_size_bytes
@@ -109,7 +111,7 @@ async def measure(client: Client, way: str, turns: int) -> dict[str, Any]:
 async def main(turns: Sequence[int]) -> int:
     refund_agent.MAX_TURNS = refund_agent.MAX_QUESTIONS = max(turns)
     print("way        turns    events       bytes    bytes a turn")
-    async with harness.dev_server() as server:
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
         client = await server.client()
         rows = [await measure(client, way, n) for way in WAYS for n in turns]
     print(json.dumps({"history_growth": rows}), flush=True)
@@ -119,4 +121,4 @@ async def main(turns: Sequence[int]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, nargs="+", default=(10, 20, 40, 80), metavar="N")
-    harness.run(partial(main, parser.parse_args().turns))
+    harness.run(main(parser.parse_args().turns))

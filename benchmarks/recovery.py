@@ -8,21 +8,21 @@ stock server and the SDK's default cache. The last line is JSON with the medians
 """
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import subprocess
 import sys
 import time
-import uuid
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+from temporalio.plugin import SimplePlugin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness
-from run_demo import CRASHES, Durable, Options
+import refund_agent
+import run_demo
 
 
 def demo_seconds() -> float:
@@ -33,17 +33,30 @@ def demo_seconds() -> float:
 
 
 STOCK = "before-refund, stock"
+TO_REFUND, TO_END = "seconds from kill to refund", "seconds from kill to the end"
 
 
-async def kill_once(server: harness.Server, crash: str, worker: str = "demo") -> harness.Tally:
-    options = Options("1234", crash, typed=False, ui=False)
-    durable = Durable(options, "worker", f"benchmark-{uuid.uuid4()}")
-    job = {"temporal": server.address, "task_queue": str(uuid.uuid4()), "worker": worker}
-    async with durable.world.open():
-        async with harness.agent("worker", durable.world, job, durable.narrator) as first:
-            with contextlib.redirect_stdout(io.StringIO()):
-                await durable.play(server, first, job)
-    return harness.tally(durable.world, options.request, durable.crash.killed_at)
+class Quiet(run_demo.Durable):
+    def say(self, actor: str, text: str) -> None: ...
+
+
+class Stock(Quiet):
+    job = "recovery:stock_worker"
+
+
+async def stock_worker(remote: Any, queue: str) -> None:
+    """What `build_worker` gives, with the SDK's defaults."""
+    announced = SimplePlugin("announced", interceptors=[harness.AnnounceActivities(remote)])
+    client = await run_demo.connect(await remote.server(), plugins=[announced])
+    activities = refund_agent.RefundActivities(remote.stripe, remote.shop, remote.decide)
+    await refund_agent.build_worker(client, queue, activities, remote.xmemory).run()
+
+
+async def kill_once(server: harness.DevServer, durable: Quiet) -> dict[str, Any]:
+    durable.server = server.address
+    async with durable.process() as first:
+        await durable.play(first)
+    return durable.count()
 
 
 def show(what: str, seconds: list[float]) -> float:
@@ -55,18 +68,20 @@ def show(what: str, seconds: list[float]) -> float:
 async def measure(repeats: int) -> int:
     print(f"{'seconds':42}{'n':>3}{'min':>8}{'median':>8}{'max':>8}")
     demo_s = show("demo, the whole process", [demo_seconds() for _ in range(repeats)])
-    tallies: dict[str, list[harness.Tally]] = {}
+    tallies: dict[str, list[dict[str, Any]]] = {}
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
+        for crash in run_demo.CRASHES:
+            tallies[crash] = [await kill_once(server, Quiet("1234", crash)) for _ in range(repeats)]
     async with harness.dev_server() as server:
-        for crash in CRASHES:
-            tallies[crash] = [await kill_once(server, crash) for _ in range(repeats)]
-    async with harness.dev_server(config=()) as server:
-        tallies[STOCK] = [await kill_once(server, "before-refund", "stock") for _ in range(repeats)]
+        tallies[STOCK] = [
+            await kill_once(server, Stock("1234", "before-refund")) for _ in range(repeats)
+        ]
     to_refund, to_end = {}, {}
     for crash, played in tallies.items():
-        delays = [tally.kill_to_refund for tally in played if tally.kill_to_refund]
+        delays = [each[TO_REFUND] for each in played if each[TO_REFUND]]
         if delays:  # `during-memory-write` comes after the refund
             to_refund[crash] = show(f"kill to refund, {crash}", delays)
-        to_end[crash] = show(f"kill to end, {crash}", [tally.kill_to_end for tally in played])
+        to_end[crash] = show(f"kill to end, {crash}", [each[TO_END] for each in played])
     print(
         json.dumps(
             {"n": repeats, "demo_s": demo_s, "kill_to_refund_s": to_refund, "kill_to_end_s": to_end}
@@ -78,4 +93,4 @@ async def measure(repeats: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    harness.run(partial(measure, parser.parse_args().repeats))
+    harness.run(measure(parser.parse_args().repeats))

@@ -25,9 +25,9 @@ from temporalio.service import RPCError
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness
+from fake_xmemory import FakeXmemory
 from refund_agent import (
     Answer,
-    Question,
     RefundActivities,
     RefundAgent,
     RefundRequest,
@@ -43,10 +43,6 @@ async def nothing_to_decide(known: object) -> object:
     return await asyncio.Event().wait()
 
 
-async def reply(question: Question) -> Answer:
-    return Answer(question.id)
-
-
 async def measure(client: Client, signals: int) -> dict[str, float | int | None]:
     queue = str(uuid.uuid4())
     case = await start_case(
@@ -59,10 +55,10 @@ async def measure(client: Client, signals: int) -> dict[str, float | int | None]
             await case.signal("answer", Answer(f"customer-{number}-unknown", "x"))
 
     await asyncio.gather(*map(send, range(signals)))
-    world = harness.World([], reply, lambda call: None)
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=nothing_to_decide)
+    steps = RefundActivities(stripe=None, shop=None, decide=nothing_to_decide)
+    memory = FakeXmemory({"Customer": ["customer_id"]})
     started, seconds = time.monotonic(), None
-    async with build_worker(client, queue, steps, world.xmemory):
+    async with build_worker(client, queue, steps, memory):
         while seconds is None and time.monotonic() - started < GIVEN_UP_SECONDS:
             with suppress(RPCError):
                 await case.query(RefundAgent.progress, rpc_timeout=timedelta(seconds=5))
@@ -78,7 +74,7 @@ async def measure(client: Client, signals: int) -> dict[str, float | int | None]
 async def main() -> int:
     parser = argparse.ArgumentParser(description="How many unread Signals a Worker reads at once.")
     parser.add_argument("--signals", type=int, nargs="+", default=(1000, 2000, 4000, 8000))
-    async with harness.dev_server(config=()) as server:  # a stock one
+    async with harness.dev_server() as server:  # a stock one
         client = await server.client()
         rows = [await measure(client, n) for n in parser.parse_args().signals]
     print("signals    seconds    failed Workflow Tasks")
@@ -90,4 +86,4 @@ async def main() -> int:
 
 if __name__ == "__main__":
     logging.getLogger("temporalio").setLevel(logging.CRITICAL)  # it reports each slow task
-    harness.run(main)
+    harness.run(main())

@@ -29,7 +29,6 @@ import re
 import sys
 import uuid
 from collections.abc import Sequence
-from functools import partial
 
 from temporalio import converter
 from temporalio.api.common.v1 import Payload
@@ -38,7 +37,7 @@ from temporalio.converter import DataConverter
 from temporalio.worker import Replayer
 
 import harness
-from harness import Server
+import run_demo
 from refund_agent import (
     Answer,
     Question,
@@ -120,33 +119,33 @@ def encrypting(keys: str) -> DataConverter:
 
 # --- Seen to work --------------------------------------------------------------------------------
 
-ORDER = harness.Fixture("4711", "", "silver teapot", 80_00, 200_00, "ada-lovelace")
+ORDER = run_demo.ShopOrder("4711", "", "silver teapot", 80_00, 200_00, "ada-lovelace")
 REQUEST = RefundRequest(ORDER.order_id, ORDER.customer_id, "Please refund my teapot.")
 ANSWER = "Yes, and the lid is cracked."
 SECRETS = (REQUEST.message, ANSWER, ORDER.customer_id, ORDER.item)
 BASE64 = re.compile('"((?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?)"')
 
 
-async def reply(question: Question) -> Answer:
-    return Answer(question.id, ANSWER)
+class World(run_demo.Durable):
+    async def ask(self, question: Question) -> Answer:
+        return Answer(question.id, ANSWER)
 
 
-async def play(server: Server, *converters: DataConverter) -> WorkflowHistory:
+async def play(server: harness.DevServer, *converters: DataConverter) -> WorkflowHistory:
     """One case, on a Worker for each converter; all but the last go when it waits for an answer."""
-    world, queue = harness.World([ORDER], reply, lambda call: None), f"encryption-{uuid.uuid4()}"
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
+    world, queue = World(ORDER.order_id), f"encryption-{uuid.uuid4()}"
+    world.add(ORDER)
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decide)
     for each in converters:
-        client = await harness.connect(
-            server.address, data_converter=each, plugins=[harness.HarnessPlugin("demo")]
-        )
+        client = await server.client(data_converter=each, plugins=[run_demo.DemoWorker("demo")])
         async with build_worker(client, queue, steps, world.xmemory):
             case = await start_case(client, REQUEST, task_queue=queue, case_id=queue)
-            async for event in case.fetch_history_events(wait_new_event=True):
-                if event.HasField("timer_started_event_attributes"):
-                    break
             if each is converters[-1]:
-                async with harness.background(partial(world.people.converse, case)):
-                    await case.result()
+                await world.attend(case)
+                break
+            async for event in case.fetch_history_events(wait_new_event=True):
+                if run_demo.waits_for_a_person(event):
+                    break
     return await case.fetch_history()
 
 
@@ -161,8 +160,7 @@ async def main() -> int:
         f"{id}:{base64.b64encode(os.urandom(KEY_BYTES)).decode()}" for id in ("old-key", "new-key")
     )
     rotated = encrypting(f"{new},{old}")
-    async with harness.dev_server() as server:
-        await server.client()
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
         shown = await play(server, DataConverter.default)
         hidden = await play(server, encrypting(old), rotated)
     await Replayer(workflows=[RefundAgent], data_converter=rotated).replay_workflow(hidden)
@@ -184,4 +182,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    harness.run(main)
+    harness.run(main())

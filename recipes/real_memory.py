@@ -23,22 +23,20 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from temporalio.exceptions import ApplicationError
 
 import harness
 import memory_activities as memory
+import run_demo
 from harness import HarnessError
 from refund_agent import (
     Answer,
     Known,
     Question,
     RefundActivities,
-    RefundRequest,
     build_worker,
-    decide,
     start_case,
 )
 
@@ -117,29 +115,30 @@ async def find_or_create(client: xmemory.AsyncXmemoryClient) -> tuple[str, bool]
     return made.id, True
 
 
-async def reply(question: Question) -> Answer:
-    return Answer(question.id, "Yes, the lid is cracked.", approve=True)
+class World(run_demo.Durable):
+    """The stand-ins, a customer who answers, and what the agent recalled when it decided."""
+
+    recalled: tuple[str, ...] | None = None
+
+    async def decide(self, known: Known) -> object:
+        self.recalled = known.recalled
+        return await super().decide(known)
+
+    async def ask(self, question: Question) -> Answer:
+        return run_demo.scripted(question)
 
 
 async def play(instance: memory.XmemoryInstance) -> None:
     """One case from start to end, and what memory holds of it."""
-    order = harness.Fixture("1234", "", "teapot", 80_00, 200_00, "ada")
-    world, seen = harness.World([order], reply, lambda call: None), list[Known]()
-
-    async def watched(known: Known) -> object:
-        seen.append(known)
-        return decide(known)
-
-    request = RefundRequest("1234", "ada", "Please refund it.")
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=watched)
-    async with harness.dev_server() as server:
+    world, id = World("1234"), f"real-memory-{uuid.uuid4()}"
+    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decide)
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
         client = await server.client()
-        id = f"real-memory-{uuid.uuid4()}"
         async with build_worker(client, id, steps, instance):
-            case = await start_case(client, request, task_queue=id, case_id=id)
-            async with harness.background(partial(world.people.converse, case)):
-                result = await case.result()
-    print(f"past cases that the agent recalled: {len(seen[-1].recalled or ())}")
+            await world.attend(await start_case(client, world.request, task_queue=id, case_id=id))
+    result = world.result
+    assert result
+    print(f"past cases that the agent recalled: {len(world.recalled or ())}")
     print(f"this case: {result.outcome} {result.notice}".strip())
     scope = memory.scope_to("Customer", {"customer_id": "ada"})
     query = memory.ReadInput("Customer", {"read_mode": "raw-tables", "scope": scope})
@@ -174,4 +173,4 @@ async def main() -> int:
 if __name__ == "__main__":
     # The agent learns from a refused read that a customer is new. That is no cause for alarm.
     logging.getLogger("temporalio.activity").setLevel(logging.ERROR)
-    harness.run(main)
+    harness.run(main())

@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from typing import NamedTuple
 
 from temporalio.exceptions import ApplicationError
@@ -261,20 +260,16 @@ PROVIDERS: dict[str, type[OpenAIModel] | type[AnthropicModel]] = {
 }
 
 
-class Live(harness.Policy):
+def live(model: Model) -> Callable[[Known], Awaitable[object]]:
     """A model in place of the demo's policy. An error that no retry can mend ends the demo."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self._model = model
-
-    async def decide(self, known: Known) -> object:
+    async def decide(known: Known) -> object:
         try:
-            step = await self._model.decide(known)
+            return await model.decide(known)
         except ApplicationError as final:
             raise harness.HarnessError(final.message) from None
-        self.decisions.append(step)
-        return step
+
+    return decide
 
 
 def lost(paid: Sequence[Paid]) -> list[Paid]:
@@ -312,19 +307,18 @@ async def play(provider: str, name: str, key: str) -> int:
     except ModuleNotFoundError as missing:
         install = "Install what is needed with: pip install -e '.[model]'"
         raise harness.HarnessError(f"{missing.name} is not installed. {install}") from None
-    options = run_demo.Options("1234", "before-refund", typed=False, ui=False)
-    async with aclosing(first), aclosing(second), harness.temporal_server() as server:
-        case_id = run_demo.case_id_on(server, options)
-        plain = run_demo.Plain(options, "agent", case_id)
-        durable = run_demo.Durable(options, "worker", case_id)
-        for scenario, model in ((plain, first), (durable, second)):
-            scenario.world.decider, scenario.seconds = Live(model), SCENE_SECONDS
-        await run_demo.play_both(server, plain, durable)
+    plain = run_demo.Plain("1234", "before-refund")
+    durable = run_demo.Durable("1234", "before-refund")
+    for scenario, model in ((plain, first), (durable, second)):
+        vars(scenario)["decide"] = live(model)
+        scenario.seconds = SCENE_SECONDS
+    async with aclosing(first), aclosing(second):
+        await run_demo.play_both(plain, durable)
     show(first.paid, second.paid)
-    if not (plain.crash.killed_at and durable.crash.killed_at):
+    if not (plain.killed_at and durable.killed_at):
         print("\nA case ended before its refund: nothing was killed, so this compares nothing.")
         return 1
-    recorded = durable.survived.finished.count("agent_decide_next_step")
+    recorded = durable.recorded.scheduled.count("agent_decide_next_step")
     print(f"\nOf the Workflow's {len(second.paid)} paid answers, {recorded} are in Event History.")
     return 0 if len(second.paid) == recorded and not lost(second.paid) else 1
 
@@ -338,7 +332,7 @@ def main() -> None:
     key = os.environ.pop(name, "").strip()  # popped: the processes that get killed need no key
     if not key:
         parser.exit(2, f"Set {name} to your API key.\n")
-    harness.run(partial(play, given.provider, given.model, key))
+    harness.run(play(given.provider, given.model, key))
 
 
 if __name__ == "__main__":

@@ -17,37 +17,36 @@ money its TEST_KEY is the line to change, and the last one.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
-import threading
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 try:
     import stripe
 
     import harness
-    import refund_agent
     import run_demo
+    from harness import HarnessError
+    from refund_agent import money
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed: pip install -e '.[stripe]'")
 
 TEST_KEY = re.compile(r"[sr]k_test_[A-Za-z0-9_]+")
 MADE_BY = "durable-refund-agent recipes/real_stripe.py"  # in the metadata of our payments
-SOLD = run_demo.ORDERS["1234"]  # its payment is larger, so Stripe's limit is not what saves us
+SOLD = run_demo.ORDERS[0]  # its payment is larger, so Stripe's limit is not what saves us
 
 
 def stripe_client(settings: Mapping[str, str]) -> stripe.StripeClient:
     """A client that never retries, because Temporal does. The Activities cut off a request that
-    hangs. Raises Refused if there is no test key."""
+    hangs. Raises HarnessError if there is no test key."""
     key, base = settings.get("STRIPE_API_KEY", ""), settings.get("STRIPE_API_BASE")
     if not TEST_KEY.fullmatch(key):
         wrong = "is not a test-mode key" if key else "is not set"
-        raise refund_agent.Refused(f"STRIPE_API_KEY {wrong}, so nothing was sent. Use sk_test_...")
+        raise HarnessError(f"STRIPE_API_KEY {wrong}, so nothing was sent. Use sk_test_...")
     stripe.enable_telemetry = False  # it would keep an id in the home directory, and send it
     return stripe.StripeClient(
         key,
@@ -87,78 +86,59 @@ async def clean_up(client: stripe.StripeClient) -> AsyncIterator[stripe.Refund]:
             )
 
 
-async def play(intent: str, order_id: str, server: harness.Server) -> bool:
-    """The demo's second half, with this file as the Worker. Whether there was one to kill."""
-    options = run_demo.Options(order_id, "before-refund", typed=False, ui=False)
-    story, temporal = run_demo.Scenario(options, "worker", order_id), await server.client()
-    sold = story.world.shop.orders.pop((SOLD.order_id, 1))
-    sold.order_id, sold.payment_intent = order_id, intent
-    story.world.shop.orders[order_id, 1] = sold
-    place = {"temporal": server.address, "task_queue": order_id, "worker": "demo"}
-    async with story.world.open(), harness.no_open_run(temporal, order_id, story.world):
-        worker = partial(
-            harness.child,
-            "the Worker",
-            [sys.executable, __file__, "--worker"],
-            {"REFUND_AGENT_JOB": json.dumps(harness.placed(place, story.world))},
-        )
-        case = await refund_agent.start_case(
-            temporal, options.request, task_queue=order_id, case_id=order_id
-        )
-        async with harness.background(partial(story.world.attend, case)):
-            async with worker() as first:
-                story.narrator.pid = first.pid
-                await story.kill(first)
-            async with worker() as second:
-                story.narrator.pid = second.pid
-                await story.crash.finish(second, story.seconds)
-    story.tell()
-    return bool(story.crash.killed_at)
+class Story(run_demo.Durable):
+    """The demo's second half, with the Worker of this file and an order that is paid at Stripe."""
+
+    job = "real_stripe:worker"
+
+    def __init__(self, order_id: str) -> None:
+        super().__init__(order_id, "before-refund")
+        self.name = order_id
+
+    def sell(self, payment_intent: str) -> None:
+        order_id, sold = self.request.order_id, self.shop.orders[SOLD.order_id, 1]
+        order = replace(sold, order_id=order_id, payment_intent=payment_intent)
+        self.shop.orders[order_id, 1] = order
 
 
-async def worker() -> int:
+async def worker(remote: Any, queue: str) -> None:
     """A Worker as in the demo, but for `stripe`."""
-    # Standard input closes when the recipe ends, whatever ends it.
-    threading.Thread(target=lambda: os._exit(len(sys.stdin.read())), daemon=True).start()
-    job = json.loads(os.environ["REFUND_AGENT_JOB"])
-    world: Any = harness.Remote(harness.Address(job["port"], job["token"]))
-    world.stripe = stripe_client(os.environ)
-    await harness.worker(world, job)
-    return 0
+    remote.stripe = stripe_client(os.environ)
+    await run_demo.worker(remote, queue)
 
 
 async def main(clean: bool) -> int:
-    client, order_id, killed = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}", False
-    refunds: list[stripe.Refund] = []
+    client, order_id = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}"
+    story, refunds = Story(order_id), list[stripe.Refund]()
     try:
         if clean:
             async for refund in clean_up(client):
                 refunds.append(refund)
         else:
-            async with harness.temporal_server() as server:
+            async with run_demo.temporal_server() as story.server:
                 intent = await pay(client, order_id)
-                run_demo.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
-                killed = await play(intent, order_id, server)
+                story.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
+                story.sell(intent)
+                async with story.process() as first:
+                    await story.play(first)
             refunds += (await client.v1.refunds.list_async({"payment_intent": intent})).data
     except stripe.StripeError as error:  # its own text may quote the key
         code = getattr(error.error, "code", None) or error.http_status or "no answer"
         id = error.request_id or "not answered"
-        raise harness.HarnessError(f"Stripe: {code} (request: {id})") from None
+        raise HarnessError(f"Stripe: {code} (request: {id})") from None
     finally:
         for refund in refunds:
-            amount = refund_agent.money(refund.amount, refund.currency)
-            run_demo.say("Stripe", f"refund {refund.id} of {amount}: {refund.status}")
+            amount = money(refund.amount, refund.currency)
+            story.say("Stripe", f"refund {refund.id} of {amount}: {refund.status}")
     if clean:
-        run_demo.say("demo", f"payments that were left, and are refunded now: {len(refunds)}")
+        story.say("demo", f"payments that were left, and are refunded now: {len(refunds)}")
         return 0
-    once = killed and [refund.amount for refund in refunds] == [SOLD.amount]
-    run_demo.say("observed" if once else "NOT OBSERVED", "a Worker killed, money moved once")
+    once = bool(story.killed_at) and [refund.amount for refund in refunds] == [SOLD.price]
+    story.say("observed" if once else "NOT OBSERVED", "a Worker killed, money moved once")
     return 0 if once else 1
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="One refund in Stripe's test mode.")
     parser.add_argument("--clean-up", action="store_true", help="refund what runs left behind")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    harness.run(worker if given.worker else partial(main, given.clean_up))
+    harness.run(main(parser.parse_args().clean_up))

@@ -55,16 +55,12 @@ log = logging.getLogger("refund-agent")
 
 def stand_ins(client: Client, task_queue: str) -> Worker:
     """Yours, for --build, does the same with your Stripe, shop, decider and memory."""
-    import harness
     import run_demo  # of the demo, so only here
 
     log.warning("STAND-INS: no money moves and nothing outlives this process; give it --build")
-    fixtures = list(run_demo.ORDERS.values())
-    world = harness.World(
-        fixtures, lambda q: asyncio.sleep(0, run_demo.scripted(q)), lambda c: None
-    )
-    steps = RefundActivities(stripe=world.stripe, shop=world.shop, decide=world.decider.decide)
-    return build_worker(client, task_queue, steps, world.xmemory)
+    world = run_demo.Durable("1234")
+    activities = RefundActivities(world.stripe, world.shop, world.decide)
+    return build_worker(client, task_queue, activities, world.xmemory)
 
 
 class ImportedOnce(SimplePlugin):

@@ -4,9 +4,8 @@ import asyncio
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,22 +15,19 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker, WorkerConfig
 
 import harness
 import run_demo
-from harness import HarnessPlugin, Server, World, background, open_question
+from harness import DevServer, Remote
 from refund_agent import (
     Answer,
     Case,
     Question,
     RefundActivities,
     RefundAgent,
-    RefundRequest,
     RefundResult,
     build_worker,
     start_case,
 )
-
-
-def request_for(order_id: str) -> RefundRequest:
-    return run_demo.Options(order_id, "before-refund", typed=False, ui=False).request
+from run_demo import DemoWorker, Durable, open_question
+from run_demo import request_for as request_for
 
 
 async def reply(question: Question) -> Answer:
@@ -41,17 +37,17 @@ async def reply(question: Question) -> Answer:
 
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
-        await asyncio.sleep(harness.POLL_SECONDS)
+        await asyncio.sleep(run_demo.POLL_SECONDS)
 
 
 async def question_of(case: Case) -> Question:
     """The question that is open; waits until one is."""
     while (question := await open_question(case)) is None:
-        await asyncio.sleep(harness.POLL_SECONDS)
+        await asyncio.sleep(run_demo.POLL_SECONDS)
     return question
 
 
-class Unsandboxed(HarnessPlugin):
+class Unsandboxed(DemoWorker):
     """Outside the sandbox a test can replace a function, or make days fractions of a second."""
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
@@ -59,19 +55,63 @@ class Unsandboxed(HarnessPlugin):
         return super().configure_worker(config)
 
 
+class Replaying(DemoWorker):
+    """Every Workflow Task is a full replay, which checks determinism."""
+
+    def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
+        config["max_cached_workflows"] = 0
+        return super().configure_worker(config)
+
+
+class Quiet(Durable):
+    """A world of stand-ins that prints nothing, and people who answer."""
+
+    replies: Callable[[Question], Awaitable[Answer]] = staticmethod(reply)
+
+    def say(self, actor: str, text: str) -> None: ...
+
+    def payment_intent(self, order_id: str) -> str:
+        return self.shop.orders[order_id, 1].payment_intent
+
+    @property
+    def decisions(self) -> list[Any]:
+        return [call.answer for call in self.calls if call.path == "decide"]
+
+    def asked_of(self, person: str) -> int:
+        return sum(question.to == person for question in self.asked)
+
+    def remote(self) -> Remote:
+        """How an agent in this process calls it."""
+
+        async def call(*request: Any) -> Any:
+            return await self.call(os.getpid(), *request)
+
+        return Remote(call)
+
+    async def reply(self, question: Question) -> Answer:
+        return await self.replies(question)
+
+    @asynccontextmanager
+    async def attending(self, case: Case) -> AsyncIterator[None]:
+        """People answer what this case asks, as long as the block runs."""
+        task = self.begin(self.attend(case))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
 class Desk:
     """An in-process Worker around a world of stand-ins, and people who answer."""
 
     def __init__(self, client: Client) -> None:
         self.client, self.queue = client, f"test-{uuid.uuid4()}"
-        self.world = World(list(run_demo.ORDERS.values()), reply, lambda call: None)
+        self.world = Quiet("1234")
 
     def worker(self, decider: Any = None) -> Worker:
-        world = self.world
-        steps = RefundActivities(
-            stripe=world.stripe, shop=world.shop, decide=(decider or world.decider).decide
-        )
-        return build_worker(self.client, self.queue, steps, world.xmemory)
+        remote = self.world.remote()
+        steps = RefundActivities(remote.stripe, remote.shop, (decider or remote).decide)
+        return build_worker(self.client, self.queue, steps, remote.xmemory)
 
     async def start(self, order_id: str = "1234", case_id: str | None = None) -> Case:
         return await start_case(
@@ -86,12 +126,12 @@ class Desk:
         """A started case, a Worker, and people who answer."""
         async with self.worker(**worker):
             case = await self.start(order_id)
-            async with background(partial(self.world.people.converse, case)):
+            async with self.world.attending(case):
                 yield case
 
     async def result_of(self, case: Case) -> RefundResult:
         """The result of a case whose people answer what is asked. A Worker runs elsewhere."""
-        async with background(partial(self.world.people.converse, case)):
+        async with self.world.attending(case):
             return await case.result()
 
     async def reset(self, case: Case, to: str = "FirstWorkflowTask", run_id: str = "") -> Case:
@@ -132,15 +172,15 @@ def no_shell() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session")
-async def server() -> AsyncIterator[Server]:
-    async with harness.dev_server() as started:
+async def server() -> AsyncIterator[DevServer]:
+    async with harness.dev_server(*harness.FAST_TIMERS) as started:
         await started.client()  # it answers
         yield started
 
 
 @pytest_asyncio.fixture(scope="session")
-async def client(server: Server) -> Client:
-    return await harness.connect(server.address, plugins=[HarnessPlugin("demo")])
+async def client(server: DevServer) -> Client:
+    return await server.client(plugins=[DemoWorker("demo")])
 
 
 @pytest.fixture
@@ -149,9 +189,9 @@ def desk(client: Client) -> Desk:
 
 
 @pytest_asyncio.fixture
-async def open_desk(server: Server) -> Desk:
+async def open_desk(server: DevServer) -> Desk:
     """Its Workflows run outside the sandbox, so a test can change the agent."""
-    return Desk(await harness.connect(server.address, plugins=[Unsandboxed("demo")]))
+    return Desk(await server.client(plugins=[Unsandboxed("demo")]))
 
 
 status = pytest.ExitCode.OK

@@ -8,17 +8,16 @@ import json
 import re
 from pathlib import Path
 
-from conftest import Desk
+from conftest import Desk, Replaying
 
 import harness
-from harness import HarnessPlugin
 
 HISTORY = Path(__file__).parent / "histories" / "escalated.json"
 
 
 async def record() -> None:
-    async with harness.dev_server() as server:
-        desk = Desk(await harness.connect(server.address, plugins=[HarnessPlugin("replaying")]))
+    async with harness.dev_server(*harness.FAST_TIMERS) as server:
+        desk = Desk(await server.client(plugins=[Replaying("replaying")]))
         async with desk.open("1235") as case:
             await case.result()
         text = (await case.fetch_history()).to_json()

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, request_for
+from conftest import Desk, Quiet, Replaying, request_for
 from temporalio.client import Client
 from temporalio.converter import default
 
 import fake_xmemory
-import harness
 import refund_agent
-from harness import HarnessPlugin, PlainRuntime, World
+from harness import DevServer
 from refund_agent import HUMAN, Known, Order, Refund, RefundRequest, RefundResult, Step, run_agent
+from run_demo import PlainRuntime
 
 
 class Scripted:
@@ -28,9 +28,10 @@ class Scripted:
         return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
 
 
-async def run_plain(world: World, order_id: str = "1234", decider: Any = None) -> RefundResult:
-    world.decider = decider or world.decider
-    return await run_agent(request_for(order_id), PlainRuntime(world))
+async def run_plain(world: Quiet, order_id: str = "1234", decider: Any = None) -> RefundResult:
+    if decider:
+        world.decide = decider.decide  # type: ignore[method-assign]
+    return await run_agent(request_for(order_id), PlainRuntime(world.remote()))
 
 
 def denying() -> Scripted:
@@ -51,9 +52,9 @@ ENDINGS = [
 
 
 @pytest_asyncio.fixture(scope="module")
-async def durable(server: harness.Server, client: Client) -> dict[str, tuple[Desk, RefundResult]]:
+async def durable(server: DevServer, client: Client) -> dict[str, tuple[Desk, RefundResult]]:
     """Every ending, in the sandbox. For one of them, each Workflow Task is a full replay."""
-    replaying = await harness.connect(server.address, plugins=[HarnessPlugin("replaying")])
+    replaying = await server.client(plugins=[Replaying("replaying")])
     desks = {id: Desk(replaying if id == "1234" else client) for id, _, _ in ENDINGS}
     results = await asyncio.gather(*(desk.run(order_id) for order_id, desk in desks.items()))
     return dict(zip(desks, zip(desks.values(), results, strict=True), strict=True))
@@ -68,9 +69,9 @@ async def test_a_plain_process_and_a_workflow_end_alike(
     plain = await run_plain(other.world, order_id)
     assert (plain.outcome, plain.told, plain.remembered) == (outcome, told, True)
     assert result == plain
-    asked = [[(q.to, q.text) for q in world.people.asked] for world in (desk.world, other.world)]
+    asked = [[(q.to, q.text) for q in world.asked] for world in (desk.world, other.world)]
     assert asked[0] == asked[1]
-    assert desk.world.decider.decisions == other.world.decider.decisions
+    assert desk.world.decisions == other.world.decisions
 
 
 async def test_the_workflow_runs_the_very_same_function(
@@ -107,14 +108,14 @@ async def test_a_decider_that_ignores_refusals_ends_as_needs_a_human(
 ) -> None:
     result = await run_plain(desk.world, decider=Scripted(Step("lookup_order"), stubborn))
     assert (result.outcome, result.remembered) == (HUMAN, True)
-    assert len(desk.world.decider.decisions) == refund_agent.MAX_TURNS
+    assert len(desk.world.decisions) == refund_agent.MAX_TURNS
     assert desk.world.stripe.counts()["refunds.create"] == 0
 
 
 async def test_a_customer_is_asked_few_questions(desk: Desk) -> None:
     decider = Scripted(*(Step("ask", f"What else, for the {turn}th time?") for turn in range(20)))
     assert (await run_plain(desk.world, decider=decider)).outcome == HUMAN
-    assert len(desk.world.people.asked) == refund_agent.MAX_QUESTIONS
+    assert len(desk.world.asked) == refund_agent.MAX_QUESTIONS
 
 
 async def test_an_amount_above_the_limit_needs_a_review_whatever_the_decider_says(
@@ -122,7 +123,7 @@ async def test_an_amount_above_the_limit_needs_a_review_whatever_the_decider_say
 ) -> None:
     decider = Scripted(Step("lookup_order"), Step("approve", "trust me", 150_00))
     result = await run_plain(desk.world, "1235", decider)
-    assert [question.to for question in desk.world.people.asked] == ["reviewer"]
+    assert [question.to for question in desk.world.asked] == ["reviewer"]
     assert result.outcome == "refund succeeded"
 
 
@@ -196,7 +197,7 @@ async def test_two_lines_of_one_order_are_two_lines_in_memory(desk: Desk) -> Non
     decider = denying()
     for line in (1, 2, 1):  # the first one twice
         request = RefundRequest("1234", "ada", "Please refund it.", line)
-        await run_agent(request, PlainRuntime(desk.world))
+        await run_agent(request, PlainRuntime(desk.world.remote()))
     await run_plain(desk.world, decider=decider)
     assert len(decider.shown[0].recalled or ()) == 3  # with the one from the start
 

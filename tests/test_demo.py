@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import run_demo
-from harness import Server, Survived
+from harness import DevServer
+from refund_agent import RefundResult
 
 DEMO = Path(run_demo.__file__)
 README = DEMO.with_name("README.md")
@@ -94,13 +95,14 @@ async def test_a_reader_who_leaves_is_no_error(mark: str) -> None:
     ("signum", "code", "moment"),
     [
         pytest.param(signal.SIGTERM, 143, "2. With", marks=pytest.mark.everywhere),
-        (signal.SIGINT, 130, "SIGKILL"),
+        pytest.param(signal.SIGINT, 130, "SIGKILL", marks=pytest.mark.everywhere),
+        (signal.SIGHUP, 129, "no Worker is alive"),
     ],
 )
 async def test_an_interrupt_cleans_up(
-    mark: str, server: Server, signum: signal.Signals, code: int, moment: str
+    mark: str, server: DevServer, signum: signal.Signals, code: int, moment: str
 ) -> None:
-    async with demo(mark, env={"TEMPORAL_ADDRESS": str(server.address)}) as process:
+    async with demo(mark, env={"TEMPORAL_ADDRESS": await server.address()}) as process:
         assert process.stdout and process.stderr
         while moment not in (await process.stdout.readline()).decode():
             pass
@@ -110,7 +112,7 @@ async def test_an_interrupt_cleans_up(
         assert process.returncode == code and time.monotonic() - started < 5
         assert len(err.strip().splitlines()) <= 1 and "Traceback" not in err
     client = await server.client()
-    ours = "WorkflowId STARTS_WITH 'refund-1234-1-' AND ExecutionStatus = 'Running'"
+    ours = "WorkflowId STARTS_WITH 'demo-' AND ExecutionStatus = 'Running'"
     while (await client.count_workflows(ours)).count:  # visibility is a little behind
         assert time.monotonic() - started < 10
         await asyncio.sleep(0.1)
@@ -120,8 +122,45 @@ async def test_an_unreachable_server_is_one_line(mark: str) -> None:
     started = time.monotonic()
     async with demo(mark, env={"TEMPORAL_ADDRESS": "127.0.0.1:1"}) as process:
         _, err = await process.communicate()
-    assert process.returncode == 1 and err == b"No Temporal server answers at 127.0.0.1:1.\n"
+    assert process.returncode == 1 and err.count(b"\n") == 1
+    assert err.startswith(b"The Temporal server at 127.0.0.1:1 does not answer")
     assert time.monotonic() - started < 10
+
+
+async def test_a_full_disk_is_one_line(mark: str) -> None:
+    with open("/dev/full", "w") as full:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(DEMO), env={**os.environ, MARK: mark}, stdout=full, stderr=-1
+        )
+        err = (await process.communicate())[1]
+    assert process.returncode == 1 and err == b"[Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "seconds", [4, pytest.param(70, marks=pytest.mark.everywhere)]
+)  # longer than a heartbeat timeout; longer than an attempt may take
+async def test_a_person_kills_it_by_hand(mark: str, seconds: int) -> None:
+    parent, terminal = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(DEMO),
+        "--by-hand",
+        env={**os.environ, MARK: mark},
+        stdin=terminal,
+        stdout=-1,
+        stderr=-1,
+    )
+    assert process.stdout and process.stderr
+    kills = 0
+    while line := (await process.stdout.readline()).decode():
+        if found := re.search(r"kill -9 (\d+)", line):
+            await asyncio.sleep(seconds if kills else 0)  # the first process has no retry
+            kills += 1
+            os.kill(int(found[1]), signal.SIGKILL)
+    os.close(parent)
+    os.close(terminal)
+    assert (await process.stderr.read(), await process.wait()) == (b"", 0)
+    assert kills == 2
 
 
 async def test_missing_packages_are_one_line(mark: str) -> None:
@@ -133,7 +172,12 @@ async def test_missing_packages_are_one_line(mark: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--crash", "nowhere"], ["--order", "a b"], ["--order", "1236", "--crash", "before-refund"]],
+    [
+        ["--crash", "nowhere"],
+        ["--order", "a b"],
+        ["--order", "1236", "--crash", "before-refund"],
+        ["--by-hand"],  # no terminal here
+    ],
 )
 def test_bad_arguments_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -144,23 +188,23 @@ def test_bad_arguments_are_refused(
 
 
 @pytest.mark.everywhere
-async def test_a_person_answers_and_then_leaves(mark: str, server: Server) -> None:
-    async with demo(mark, "--ask", env={"TEMPORAL_ADDRESS": str(server.address)}) as process:
-        out, err = await process.communicate(b"\nyes\n")
+async def test_a_person_answers_and_then_leaves(mark: str, server: DevServer) -> None:
+    env = {"TEMPORAL_ADDRESS": await server.address(), "PYTHONIOENCODING": "ascii"}
+    async with demo(mark, "--ask", env=env) as process:
+        out, err = await process.communicate("\nZoë\n".encode())
     assert b"please type an answer" in out and b"What was damaged?" in out
     assert process.returncode == 1 and err.strip() == b"The input ended before the case did."
 
 
 def test_a_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    run_demo.say("customer", "a\x1b[2Jb\rc\nd\u202ee")
+    run_demo.Plain("1234").say("customer", "a\x1b[2Jb\rc\nd\u202ee")
     assert capsys.readouterr().out.strip() == "customer  a?[2Jb?c?d?e"
 
 
 def test_a_claim_that_was_not_observed_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    options = run_demo.Options("1234", "before-refund", typed=False, ui=False)
-    plain = run_demo.Plain(options, "agent", "case")
-    durable = run_demo.Durable(options, "worker", "case")
-    durable.survived = Survived([], [], "wait")
-    plain.crash.killed_at = durable.crash.killed_at = 1.0
+    plain, durable = run_demo.Plain("1234", "before-refund"), run_demo.Durable("1234")
+    durable.recorded = run_demo.Recorded(0, [], 0)
+    plain.killed_at = durable.killed_at = 1.0
+    plain.result = durable.result = RefundResult("denied", "No.")
     assert run_demo.show_counts(plain, durable) == 1
     assert "NOT OBSERVED  the plain process made the customer start over" in capsys.readouterr().out

@@ -5,16 +5,15 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Desk, reply
+from conftest import Desk, Quiet, reply
 from test_worker_recipe import profile, started
 
-import harness
-from harness import Child, Fixture, People, Server, World, background
+from harness import Child, DevServer
 from refund_agent import Answer, Question, RefundRequest, RefundResult, start_case
+from run_demo import ShopOrder
 
 pytestmark = pytest.mark.everywhere
 SECONDS = 60
@@ -28,38 +27,36 @@ async def slow_reply(question: Question) -> Answer:
 
 
 async def test_a_rolling_replacement_loses_and_repeats_nothing(
-    server: Server, tmp_path: Path
+    server: DevServer, tmp_path: Path
 ) -> None:
     desk = Desk(await server.client())
-    orders = [Fixture(f"{n}", "approved", "cup", 80_00, 200_00, f"c{n}") for n in range(MOST)]
-    at_work: set[int] = set()
-    world = World(orders, slow_reply, lambda call: at_work.add(call.pid))
+    orders = [ShopOrder(f"{n}", "approved", "cup", 80_00, 200_00, f"c{n}") for n in range(MOST)]
+    desk.world = world = Quiet("1234")
+    desk.queue, world.replies = world.name, slow_reply
+    for order in orders:
+        world.add(order)
     playing = list[asyncio.Task[RefundResult]]()
 
-    async def play(order: Fixture) -> RefundResult:
+    async def play(order: ShopOrder) -> RefundResult:
         request = RefundRequest(order.order_id, order.customer_id, "Please refund this.")
         case_id = f"{desk.queue}-{order.order_id}"
         case = await start_case(desk.client, request, task_queue=desk.queue, case_id=case_id)
-        async with background(partial(People(slow_reply).converse, case)):
+        async with world.attending(case):
             return await case.result()
 
     @asynccontextmanager
     async def at_the_ready() -> AsyncIterator[Child]:
         """A Worker that has some of the work; cases start until it has."""
-        assert world.address is not None
-        place = {"WORLD_PORT": str(world.address.port), "WORLD_TOKEN": world.address.token}
-        environment = profile(tmp_path, server.address) | place
-        build = "--task-queue", desk.queue, "--build", "worker_wiring:worker"
-        async with started(environment, *build) as worker:
-            await worker.until(partial(work_for, worker), SECONDS, "work")
+        async with started(world, profile(tmp_path, await server.address())) as worker:
+            await asyncio.wait_for(work_for(worker), SECONDS)
             yield worker
 
     async def work_for(worker: Child) -> None:
-        while worker.pid not in at_work:
+        while worker.pid not in {call.pid for call in world.calls}:
             playing.append(asyncio.create_task(play(orders[len(playing)])))
             await asyncio.sleep(0.5)
 
-    async with world.open(), AsyncExitStack() as workers:
+    async with AsyncExitStack() as workers:
         worker = await workers.enter_async_context(at_the_ready())
         for _ in range(REPLACED):
             following = await workers.enter_async_context(at_the_ready())
@@ -67,8 +64,8 @@ async def test_a_rolling_replacement_loses_and_repeats_nothing(
             assert await worker.process.wait() == 0
             worker = following
         results = await asyncio.wait_for(asyncio.gather(*playing), SECONDS)
-    cases, counted = len(playing), harness.tally(world, RefundRequest("0", "c0", "any"))
+    cases, counted = len(playing), world.count()
     assert [result.outcome for result in results] == ["refund succeeded"] * cases
-    assert (counted.decisions, counted.lookups) == (5 * cases, 3 * cases)
-    assert (counted.refund_requests, counted.stripe_calls) == (cases, 4 * cases)
-    assert all(result.remembered for result in results) and counted.writes == cases
+    assert (counted["decisions made"], counted["lookups"]) == (5 * cases, 3 * cases)
+    assert (counted["  of them to refund"], counted["calls to Stripe"]) == (cases, 4 * cases)
+    assert all(result.remembered for result in results) and counted["  of them to write"] == cases

@@ -3,19 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, Unsandboxed, request_for
+from conftest import Desk, Quiet, Unsandboxed, request_for
 
 import fake_stripe
 import fake_xmemory
-import harness
 import refund_agent
 from fake_xmemory import XmemoryAPIError
-from harness import Server, World, background
+from harness import DevServer
 from refund_agent import HUMAN, RefundResult
 
 ADA = request_for("1234")
@@ -30,13 +28,13 @@ NO_MEMORY = fake_xmemory.connection_lost()
 QUOTA = XmemoryAPIError("enough", status=402, code="QUOTA_EXCEEDED")
 BUSY = XmemoryAPIError("slow down", status=429, code="RATE_LIMITED", retry_after=1)
 
-Fault = Callable[[World], object]
+Fault = Callable[[Quiet], object]
 
 
 def stripe(*errors: fake_stripe.StripeError, times: int = 1, acted: bool = False) -> Fault:
     """Answer requests for a refund with these. With `acted`, the last of them was carried out."""
 
-    def fail(world: World) -> None:
+    def fail(world: Quiet) -> None:
         for error in errors:
             last = error is errors[-1]
             world.stripe.fail_next(error, times=times, acted=acted and last)
@@ -53,7 +51,7 @@ def memory(
 def hanging(where: str) -> Fault:
     """Stripe holds the request until its attempt was given up, and does not notice that."""
 
-    def hold(world: World) -> asyncio.Event:
+    def hold(world: Quiet) -> asyncio.Event:
         create = world.stripe.v1.refunds.create_async
         world.stripe.v1.refunds.create_async = lambda *given: asyncio.shield(create(*given))
         return world.stripe.hold_next_create(where)
@@ -61,21 +59,21 @@ def hanging(where: str) -> Fault:
     return hold
 
 
-async def let_go(world: World, held: object) -> None:
+async def let_go(world: Quiet, held: object) -> None:
     if isinstance(held, asyncio.Event):
         await held.wait()
         await asyncio.sleep(1.5 * GIVEN_UP.total_seconds())
         world.stripe.release()
 
 
-def hanging_for_ever(world: World) -> None:
+def hanging_for_ever(world: Quiet) -> None:
     async def nothing(query: object) -> object:
         return await asyncio.Event().wait()
 
     world.stripe.v1.refunds.list_async = nothing
 
 
-def slow_memory(world: World) -> None:
+def slow_memory(world: Quiet) -> None:
     world.xmemory.job_seconds = 1
 
 
@@ -141,22 +139,24 @@ ROWS = {
 
 
 class Ended(NamedTuple):
-    world: World
+    world: Quiet
     result: RefundResult
 
 
 async def play(client: Any, row: Row) -> Ended:
     desk = Desk(client)
     held = row.fault(desk.world)
-    async with background(partial(let_go, desk.world, held)):
-        return Ended(desk.world, await asyncio.wait_for(desk.run(), 60))
+    letting_go = desk.world.begin(let_go(desk.world, held))
+    result = await asyncio.wait_for(desk.run(), 60)
+    letting_go.cancel()
+    return Ended(desk.world, result)
 
 
 @pytest_asyncio.fixture(scope="module")
-async def ended(server: Server) -> AsyncIterator[dict[str, Ended]]:
+async def ended(server: DevServer) -> AsyncIterator[dict[str, Ended]]:
     """All rows at the same time, because most of it is waiting. Only the rows that a human ends
     have few attempts: on a busy machine the others may need more."""
-    client = await harness.connect(server.address, plugins=[Unsandboxed("demo")])
+    client = await server.client(plugins=[Unsandboxed("demo")])
 
     async def play_all(by_human: bool) -> dict[str, Ended]:
         rows = {name: row for name, row in ROWS.items() if (row.outcome == HUMAN) == by_human}
@@ -178,5 +178,5 @@ async def test_the_case_ends_as_it_should(ended: dict[str, Ended], name: str) ->
     assert result.notice.startswith(row.notice) and bool(result.notice) == bool(row.notice)
     assert result.told == refund_agent.TOLD[row.outcome].format(money="80.00 USD")
     assert row.creates in (None, asked) and asked <= 20
-    assert world.refunds_of(ADA) == row.refunds
-    assert result.remembered == row.remembered == bool(world.remembered(ADA))
+    assert world.count()["refunds"] == row.refunds
+    assert result.remembered == row.remembered == bool(world.count()["cases remembered"])

@@ -5,17 +5,14 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
-from conftest import Desk, question_of, reply, request_for, until
+from conftest import Desk, question_of, reply, until
 from temporalio.client import WorkflowFailureError
 from temporalio.exceptions import ApplicationError
 
-import harness
 import refund_agent
-from harness import background
 from refund_agent import (
     Answer,
     Case,
@@ -28,6 +25,7 @@ from refund_agent import (
     case_id_for,
     start_case,
 )
+from run_demo import request_for
 
 pytestmark = pytest.mark.everywhere
 ADA, BEN = request_for("1234"), request_for("1235")
@@ -35,8 +33,10 @@ ADA, BEN = request_for("1234"), request_for("1235")
 
 def counts(desk: Desk, request: RefundRequest = ADA) -> tuple[int, int, int, int]:
     """Questions to the customer and the reviewer, refunds, and lines in memory."""
-    tally = harness.tally(desk.world, request)
-    return tally.questions, tally.reviews, tally.refunds, tally.remembered
+    desk.world.request = request
+    count = desk.world.count()
+    people = desk.world.asked_of("customer"), desk.world.asked_of("reviewer")
+    return *people, count["refunds"], count["cases remembered"]
 
 
 # --- A request is at Stripe, and another run takes over ------------------------------------------
@@ -75,10 +75,10 @@ async def test_two_runs_that_overlap_at_stripe_make_one_refund(
             await older.result()
         case = await desk.start(case_id=older.id)
         assert case.first_execution_run_id != older.first_execution_run_id
-        async with background(partial(desk.world.people.converse, case)):
+        async with desk.world.attending(case):
             await held.wait()
         latest = await take_over(desk, case, str(older.first_execution_run_id))
-        async with background(partial(desk.world.people.converse, latest)):
+        async with desk.world.attending(latest):
             await until(lambda: stripe.counts()["refunds.create"] > 1)
             stripe.release()
             assert (await latest.result()).outcome == "refund succeeded"
@@ -106,9 +106,9 @@ async def test_a_case_reset_while_it_waits_for_the_reviewer_goes_on_waiting(desk
             await may_answer.wait()
         return await reply(question)
 
-    desk.world.people = harness.People(slowly)
+    desk.world.replies = slowly
     async with desk.open("1235") as case:
-        await until(lambda: desk.world.people.counted("reviewer") == 1)
+        await until(lambda: desk.world.asked_of("reviewer") == 1)
         review = await question_of(case)
         for to in ("LastWorkflowTask", "lookup_customer_history", "FirstWorkflowTask"):
             latest = await desk.reset(case, to)
@@ -135,9 +135,9 @@ async def test_answers_that_a_reset_applies_again_answer_no_other_question(desk:
     async def quoting(question: Question) -> Answer:
         return Answer(question.id, f"to {question.text}")
 
-    desk.world.people, model = harness.People(quoting), Rephrasing()
+    desk.world.replies, model = quoting, Rephrasing()
     async with desk.open(decider=model) as case:
-        await until(lambda: desk.world.people.counted("customer") == 2)
+        await until(lambda: desk.world.asked_of("customer") == 2)
         model.again = " Please say it again."
         await desk.result_of(await desk.reset(case))
     answers = model.decisions[-1].answers
@@ -154,9 +154,9 @@ async def test_an_approval_that_a_reset_applies_again_approves_no_other_terms(
     async def once(question: Question) -> Answer:
         if question.to == "reviewer":
             stripe.api_key = "refused"  # the refund is agreed and does not come to pass
-        return replace(await reply(question), approve=desk.world.people.counted("reviewer") == 1)
+        return replace(await reply(question), approve=desk.world.asked_of("reviewer") == 1)
 
-    desk.world.people = harness.People(once)
+    desk.world.replies = once
     async with desk.open("1235", decider=model) as case:
         before = stripe.counts()["refunds.list"]
         await until(lambda: stripe.counts()["refunds.list"] > before + 1)
@@ -191,10 +191,11 @@ async def test_an_approval_for_an_abandoned_run_approves_nothing(desk: Desk) -> 
     reviews = list[Question]()
     async with desk.worker():
         for _ in range(2):
-            desk.world.people = harness.People(reply_to_the_customer)
+            desk.world.replies = reply_to_the_customer
+            desk.world.asked.clear()
             case = await desk.start("1235", case_id=f"case-{desk.queue}")
-            async with background(partial(desk.world.people.converse, case)):
-                await until(lambda: desk.world.people.counted("reviewer") == 1)
+            async with desk.world.attending(case):
+                await until(lambda: desk.world.asked_of("reviewer") == 1)
             reviews.append(await question_of(case))
             if len(reviews) == 1:
                 await case.terminate()
@@ -212,7 +213,7 @@ def unpaid(desk: Desk, patch: pytest.MonkeyPatch) -> str:
 
 def silent(desk: Desk, patch: pytest.MonkeyPatch) -> str:
     patch.setitem(refund_agent.PATIENCE, "customer", timedelta(seconds=0.3))
-    desk.world.people = harness.People(lambda _: asyncio.sleep(3600, Answer("")))
+    desk.world.replies = lambda _: asyncio.sleep(3600, Answer(""))
     return "1234"
 
 
@@ -287,8 +288,8 @@ async def test_a_case_that_failed_is_started_anew_and_finds_its_refund(
 
 async def test_a_stranger_who_starts_a_case_for_an_order_takes_nobodys_place(desk: Desk) -> None:
     order_id = uuid.uuid4().hex
-    order = desk.world.shop.orders[order_id, 1] = desk.world.shop.orders["1234", 1]
-    order.order_id = order_id
+    order = replace(desk.world.shop.orders["1234", 1], order_id=order_id)
+    desk.world.shop.orders[order_id, 1] = order
     outcomes = []
     async with desk.worker():
         for customer in ("eve", "ada"):

@@ -1,94 +1,109 @@
 """What the world does while no Worker is alive: real SIGKILLs, and one refund at most."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
-from conftest import Desk
-from test_money import by_hand, change, refunded
+from conftest import Quiet
 
-import harness
-from harness import Server, World, background
+from harness import Child, DevServer
 from refund_agent import HUMAN, RefundResult
 
 pytestmark = pytest.mark.everywhere
-SECONDS = 60.0
-HELD = "Stripe has the request"
 DECIDED = "after agent_decide_next_step 5"  # the refund of order 1234 is decided, not yet ordered
 
 
-async def killed(
-    server: Server,
-    desk: Desk,
-    point: str,
-    meanwhile: Callable[[World], object],
-    order_id: str = "1234",
-) -> RefundResult:
-    """A Worker is killed at this point, something happens, and a new Worker finishes. A request
-    that Stripe holds is carried out after that."""
-    world = desk.world
-    job = {"temporal": server.address, "task_queue": desk.queue, "worker": "demo"}
-    held = point == HELD
-    reached = world.stripe.hold_next_create("before") if held else world.gate.arm(point)
-    async with world.open(), harness.agent("worker", world, job, desk) as first:
-        case = await desk.start(order_id)
-        async with background(partial(world.people.converse, case)):
-            await first.until(reached.wait, SECONDS, point)
-            await first.kill()
-            happened = meanwhile(world)
-            if isinstance(happened, Awaitable):
-                await happened
-            world.gate.release()
-            async with harness.agent("worker", world, job, desk) as second:
-                result: RefundResult = await second.until(case.result, SECONDS, "the result")
-        while held and not refunded(world):
-            world.stripe.release()
-            await asyncio.sleep(harness.POLL_SECONDS)
-    return result
+class Meanwhile(Quiet):
+    """A case whose Worker is killed. Something happens before there is another one."""
+
+    async def kill(self, process: Child) -> None:
+        await super().kill(process)
+        assert self.killed_at
+        await self.happens(self)
+
+    async def result_on(
+        self, server: DevServer, happens: Callable[["Meanwhile"], Awaitable[None]]
+    ) -> RefundResult:
+        self.server, self.happens = server.address, happens
+        async with self.process() as first:
+            await self.play(first)
+        assert self.result
+        return self.result
+
+    async def refund_by_hand(self, **metadata: str) -> None:
+        payment = self.shop.orders["1234", 1].payment_intent
+        params = {"payment_intent": payment, "amount": 80_00, "metadata": metadata}
+        await self.stripe.v1.refunds.create_async(params)
+
+    async def change(self, order_id: str = "1234", **terms: Any) -> None:
+        order = self.shop.orders[order_id, 1]
+        self.shop.orders[order_id, 1] = replace(order, **terms)
+
+    async def pay_again(self) -> None:
+        await self.change(payment_intent=self.stripe.add_payment(200_00, "usd"))
+
+    def refunded(self) -> list[tuple[str, int]]:
+        """Every refund that was made meanwhile or after: of which order's payment, and how much."""
+        orders = {order.payment_intent: order.order_id for order in self.shop.orders.values()}
+        made = [
+            (orders.get(refund["payment_intent"], "an old payment"), refund["amount"])
+            for refund in self.stripe.refunds.values()
+        ]
+        made.remove(("1237", 40_00))  # it was there from the start
+        return made
 
 
 @pytest.mark.parametrize("point", [DECIDED, "after lookup_order", "before issue_refund"])
 async def test_a_refund_by_hand_while_no_worker_is_alive_is_the_only_one(
-    server: Server, desk: Desk, point: str
+    server: DevServer, point: str
 ) -> None:
-    result = await killed(server, desk, point, by_hand)
+    world = Meanwhile("1234", point)
+    result = await world.result_on(server, Meanwhile.refund_by_hand)
     assert result.outcome == HUMAN and "names no line" in result.notice
-    assert refunded(desk.world) == [80_00]
+    assert world.refunded() == [("1234", 80_00)]
 
 
-async def test_a_refund_by_hand_that_names_the_line_is_reported(server: Server, desk: Desk) -> None:
-    named = partial(by_hand, order_line="1234:1")
-    result = await killed(server, desk, DECIDED, named)
-    assert result.outcome == "refund succeeded" and refunded(desk.world) == [80_00]
+async def test_a_refund_by_hand_that_names_the_line_is_reported(server: DevServer) -> None:
+    world = Meanwhile("1234", DECIDED)
+    named = partial(Meanwhile.refund_by_hand, order_line="1234:1")
+    assert (await world.result_on(server, named)).outcome == "refund succeeded"
+    assert world.refunded() == [("1234", 80_00)]
 
 
-@pytest.mark.parametrize("what", ["price", "item", "payment"])
+@pytest.mark.parametrize(
+    ("happens", "amount"),
+    [
+        (partial(Meanwhile.change, price=50_00), 50_00),
+        (partial(Meanwhile.change, item="another teapot"), 80_00),
+        (Meanwhile.pay_again, 80_00),
+    ],
+    ids=["price", "item", "payment"],
+)
 async def test_terms_that_changed_before_the_first_attempt_are_decided_again(
-    server: Server, desk: Desk, what: str
+    server: DevServer, happens: Any, amount: int
 ) -> None:
-    result = await killed(server, desk, DECIDED, partial(change, what=what, order_id="1234"))
-    assert result.outcome == "refund succeeded"
-    assert refunded(desk.world) == [50_00 if what == "price" else 80_00]
-    assert desk.world.people.counted("customer") == 2
+    world = Meanwhile("1234", DECIDED)
+    assert (await world.result_on(server, happens)).outcome == "refund succeeded"
+    assert world.refunded() == [("1234", amount)]
+    assert world.count()["questions to the customer"] == 2
 
 
 async def test_a_reviewer_who_approved_the_old_price_is_asked_about_the_new_one(
-    server: Server, desk: Desk
+    server: DevServer,
 ) -> None:
-    def dearer(world: World) -> None:
-        vars(world.shop.orders["1235", 1]).update(price=120_00)
-
-    point = "after agent_decide_next_step 6"  # it escalates
-    result = await killed(server, desk, point, dearer, "1235")
-    reviews = [q.text for q in desk.world.people.asked if q.to == "reviewer"]
+    world = Meanwhile("1235", "after agent_decide_next_step 6")  # it escalates
+    result = await world.result_on(server, partial(Meanwhile.change, order_id="1235", price=120_00))
+    reviews = [question.text for question in world.asked if question.to == "reviewer"]
     assert [text[:20] for text in reviews] == ["Refund 150.00 USD fo", "Refund 120.00 USD fo"]
-    assert result.outcome == "refund succeeded" and refunded(desk.world, "1235") == [120_00]
+    assert result.outcome == "refund succeeded" and world.refunded() == [("1235", 120_00)]
 
 
 async def test_terms_that_changed_while_stripe_has_the_request_are_for_a_human(
-    server: Server, desk: Desk
+    server: DevServer,
 ) -> None:
-    result = await killed(server, desk, HELD, partial(change, what="price", order_id="1234"))
+    world = Meanwhile("1234", "refund-in-flight")  # it is carried out after the case has ended
+    result = await world.result_on(server, partial(Meanwhile.change, price=50_00))
     assert result.outcome == HUMAN and "may have been requested" in result.notice
-    assert refunded(desk.world) == [80_00]
+    assert world.refunded() == [("1234", 80_00)]

@@ -4,197 +4,162 @@ import asyncio
 import os
 import signal
 import socket
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    suppress,
-)
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import pytest_asyncio
-from conftest import Desk, reply, request_for, until
-from temporalio.api.enums.v1 import PendingActivityState, TaskQueueType
-from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import (
-    DescribeTaskQueueRequest,
-    ListTaskQueuePartitionsRequest,
-)
-from temporalio.client import Client
+from conftest import Quiet, until
+from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.service import RPCError
+from temporalio.testing import WorkflowEnvironment
 
 import harness
-from harness import Call, Child, Server, background
-from refund_agent import Answer, Case, Question
+from fake_stripe import StripeError
+from harness import Call, DevServer
+from refund_agent import Answer, Case, Question, start_case
+from run_demo import POLL_SECONDS
 
 pytestmark = pytest.mark.everywhere
 SECONDS = 40.0  # for anything that a child should do
+CREATE = "stripe.v1.refunds.create_async"
 UNDISTURBED = {
-    "questions": 2,
-    "reviews": 0,
-    "decisions": 5,
-    "writes": 1,
-    "refund_requests": 1,
+    "questions to the customer": 2,
+    "questions to the reviewer": 0,
+    "decisions made": 5,
+    "  of them to write": 1,
+    "  of them to refund": 1,
     "refunds": 1,
-    "remembered": 1,
+    "cases remembered": 1,
 }
-REVIEWED = UNDISTURBED | {"reviews": 1, "decisions": 6}
-
-T = TypeVar("T")
-Point = Callable[[], Coroutine[Any, Any, object]]
+REVIEWED = UNDISTURBED | {"questions to the reviewer": 1, "decisions made": 6}
 
 
-async def patiently(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    while True:
-        with suppress(RPCError):
-            return await call()
-        await asyncio.sleep(harness.POLL_SECONDS)
-
-
-class Stage(Desk):
+class Stage(Quiet):
     """One case in a world of its own; its Workers are processes."""
 
-    def __init__(self, address: str | None, client: Client) -> None:
-        super().__init__(client)
-        self.address = address
-        self.refunding = 0  # the process that asked Stripe last for a refund of the case
-        self.world.on_call = self.on_call
-        self.world.people = harness.People(self.reply)
-        self.may_review = asyncio.Event()
+    def __init__(self, server: DevServer, order_id: str = "1234") -> None:
+        super().__init__(order_id)
+        self.server, self.temporal = server.address, server
+        self.refused = asyncio.Event()  # a second request came while Stripe had the first
+        self.reviewing, self.may_review = asyncio.Event(), asyncio.Event()
 
-    def on_call(self, call: Call) -> None:
-        if call.path.endswith("refunds.list_async"):
-            self.refunding = call.pid
+    def answered(self, call: Call) -> None:
+        """Unlike in the demo, Stripe goes on when the test says so."""
+        if call.path == CREATE and isinstance(call.answer, StripeError):
+            self.refused.set()
 
     async def reply(self, question: Question) -> Answer:
         if question.to == "reviewer":
+            self.reviewing.set()
             await self.may_review.wait()
-        return await reply(question)
-
-    @asynccontextmanager
-    async def case(self, order_id: str = "1234") -> AsyncIterator[Case]:
-        self.request = request_for(order_id)
-        case = await self.start(order_id, case_id=self.queue)
-        async with background(partial(self.attend, case)):
-            yield case
+        return await super().reply(question)
 
     async def attend(self, case: Case) -> None:
-        """Like `World.attend`, but a call that a dying server drops is made again."""
-        async with background(partial(patiently, partial(self.world.people.converse, case))):
-            await self.world.end(await patiently(case.result))
+        """A call that a dying server drops is made again."""
+        while not self.result:
+            with suppress(RPCError):
+                await super().attend(case)
 
-    def process(self) -> AbstractAsyncContextManager[Child]:
-        job = {"temporal": self.address, "task_queue": self.queue, "worker": "demo"}
-        return harness.agent("worker", self.world, job, self)
+    @asynccontextmanager
+    async def case(self) -> AsyncIterator[Case]:
+        client = await self.temporal.client()
+        case = await start_case(client, self.request, task_queue=self.name, case_id=self.name)
+        async with self.attending(case):
+            yield case
 
-    async def killed(self, *points: Point) -> None:
+    async def killed(self, *points: asyncio.Event) -> None:
         """One Worker after the other comes to its point and is killed there."""
         for point in points:
             async with self.process() as worker:
                 await worker.until(point, SECONDS, "its point")
                 await worker.kill()
 
-    async def ended(self, worker: Child) -> None:
-        await worker.until(self.world.ended.wait, SECONDS, "the result")
-
-    async def finish(self) -> None:
+    async def finished(self) -> None:
         async with self.process() as worker:
-            await self.ended(worker)
+            await self.finish(worker)
 
-    def at(self, point: str) -> Point:
-        async def reached() -> None:
-            await self.world.gate.arm(point).wait()
-
-        return reached
-
-    def requested(self, times: int) -> Point:
-        return partial(until, lambda: self.world.stripe.counts()["refunds.create"] >= times)
-
-    async def reviewing(self) -> None:
-        await until(lambda: self.world.people.counted("reviewer") > 0)
-
-    async def polling(self, *workers: Child) -> None:
-        """Wait until each of these can be given an Activity, whichever part of the queue has it."""
-        service, space = self.client.workflow_service, self.client.namespace
-        parts = await service.list_task_queue_partitions(
-            ListTaskQueuePartitionsRequest(namespace=space, task_queue=TaskQueue(name=self.queue))
-        )
-        missing = {str(worker.pid) for worker in workers}
-        while missing:
-            for part in parts.activity_task_queue_partitions:
-                found = await service.describe_task_queue(
-                    DescribeTaskQueueRequest(
-                        namespace=space,
-                        task_queue=TaskQueue(name=part.key),
-                        task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
-                    )
-                )
-                missing -= {poller.identity.partition("@")[0] for poller in found.pollers}
-            await asyncio.sleep(harness.POLL_SECONDS)
-
-    def counts(self) -> dict[str, int]:
-        tally = harness.tally(self.world, self.request)
-        return {name: getattr(tally, name) for name in UNDISTURBED}
-
-    def keys(self) -> set[str | None]:
-        calls = self.world.stripe.calls
-        return {c.idempotency_key for c in calls if c.endpoint == "refunds.create"}
+    def well(self) -> dict[str, Any]:
+        """What was counted, of a case that has ended well."""
+        result, counted = self.result, self.count()
+        assert result and (result.outcome, result.remembered) == ("refund succeeded", True)
+        keys = {c.idempotency_key for c in self.stripe.calls if c.endpoint == "refunds.create"}
+        assert len(keys) == 1
+        # The order and the history, and the order again in each attempt of the refund.
+        attempts = sum(call.args == ("before issue_refund",) for call in self.calls)
+        assert counted["lookups"] == 2 + attempts
+        return {name: counted[name] for name in UNDISTURBED}
 
 
-# --- The scenarios -------------------------------------------------------------------------------
-
-
-async def killed_twice_at_a_decision(stage: Stage) -> None:
+async def test_each_kill_at_a_decision_costs_one_decision_more(server: DevServer) -> None:
+    stage = Stage(server)
     async with stage.case():
-        decided = stage.at("after agent_decide_next_step")
-        await stage.killed(decided, decided)
-        await stage.finish()
+        decided = "after agent_decide_next_step"
+        await stage.killed(stage.arm(f"{decided} 1"), stage.arm(f"{decided} 2"))
+        await stage.finished()
+    assert stage.well() == UNDISTURBED | {"decisions made": 7}
 
 
-async def killed_twice_with_a_request_at_stripe(stage: Stage) -> None:
-    stripe = stage.world.stripe
-    held = stripe.hold_next_create("before")
+async def test_two_workers_killed_with_their_requests_at_stripe_make_one_refund(
+    server: DevServer,
+) -> None:
+    stage = Stage(server)
+    held = stage.stripe.hold_next_create("before")
     async with stage.case():
-        await stage.killed(held.wait, stage.requested(2))
-        stripe.release()
-        await stage.finish()
+        await stage.killed(held, stage.refused)
+        stage.stripe.release()
+        await stage.finished()
+    counted = stage.well()
+    requests = counted["  of them to refund"]
+    assert requests > 1 and counted == UNDISTURBED | {"  of them to refund": requests}
 
 
-async def killed_at_one_point_and_at_the_next(stage: Stage) -> None:
+async def test_a_new_worker_killed_at_the_next_point_repeats_only_what_was_in_flight(
+    server: DevServer,
+) -> None:
+    stage = Stage(server)
     async with stage.case():
-        await stage.killed(stage.at("after issue_refund"), stage.at("after xmemory_write_async"))
-        await stage.finish()
+        await stage.killed(stage.arm("after issue_refund"), stage.arm("after xmemory_write_async"))
+        await stage.finished()
+    assert stage.well() == UNDISTURBED | {"  of them to write": 2}
 
 
-async def one_of_two_killed(stage: Stage) -> None:
-    held = stage.world.stripe.hold_next_create("after")
+async def test_when_one_of_two_workers_is_killed_the_other_finds_its_refund(
+    server: DevServer,
+) -> None:
+    stage = Stage(server)
+    held = stage.stripe.hold_next_create("after")
     async with stage.process() as one, stage.process() as other:
-        await one.until(partial(stage.polling, one, other), SECONDS, "its first poll")
+        both = {one.pid, other.pid}
+        calling = until(lambda: {call.pid for call in stage.calls} == both)
+        await asyncio.wait_for(calling, SECONDS)
         async with stage.case():
-            await one.until(held.wait, SECONDS, "the refund")
-            victim, survivor = (one, other) if one.pid == stage.refunding else (other, one)
+            await one.until(held, SECONDS, "the refund")
+            refunding = [call.pid for call in stage.calls if call.path == CREATE]
+            victim, survivor = (one, other) if refunding == [one.pid] else (other, one)
             await victim.kill()
-            await stage.ended(survivor)
+            await stage.finish(survivor)
+    assert stage.well() == UNDISTURBED
 
 
-async def asleep_with_a_request_at_stripe(stage: Stage) -> None:
+async def test_a_worker_that_slept_and_the_next_attempt_overlap_in_one_refund(
+    server: DevServer,
+) -> None:
     """The server gives the refund up and out again, to the same Worker, which then wakes."""
-    stripe = stage.world.stripe
-    held = stripe.hold_next_create("before")
+    stage = Stage(server)
+    held = stage.stripe.hold_next_create("before")
     async with stage.case() as case, stage.process() as worker:
-        await worker.until(held.wait, SECONDS, "its request")
+        await worker.until(held, SECONDS, "its request")
         os.kill(worker.pid, signal.SIGSTOP)
-        await worker.until(partial(next_attempt, case), SECONDS, "the next attempt")
+        await asyncio.wait_for(next_attempt(case), SECONDS)
         os.kill(worker.pid, signal.SIGCONT)
-        await worker.until(stage.requested(2), SECONDS, "both requests")
-        stripe.release()
-        await stage.ended(worker)
+        await worker.until(stage.refused, SECONDS, "both requests")
+        stage.stripe.release()
+        await stage.finish(worker)
+    counted = stage.well()
+    requests = counted["  of them to refund"]
+    assert requests > 1 and counted == UNDISTURBED | {"  of them to refund": requests}
 
 
 async def next_attempt(case: Case) -> None:
@@ -203,154 +168,57 @@ async def next_attempt(case: Case) -> None:
             started = PendingActivityState.PENDING_ACTIVITY_STATE_STARTED
             if pending.attempt > 1 and pending.state == started:
                 return
-        await asyncio.sleep(harness.POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
-def server_on(file: Path, port: int) -> AbstractAsyncContextManager[Child]:
-    """At the end of the block, or of this process, its keeper sends it a SIGKILL."""
-    binary = harness.temporal_binary()
-    assert binary
-    command = [
-        sys.executable,
-        "-S",
-        "-c",
-        harness.KEEPER,
-        binary,
-        "server",
-        "start-dev",
-        "--headless",
-        "--ip",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--log-level",
-        "error",
-        "--db-filename",
-        str(file),
-    ]
-    command += [part for value in harness.FAST_TIMERS for part in ("--dynamic-config-value", value)]
-    return harness.child("the Temporal server", command)
+# --- The server's own death ----------------------------------------------------------------------
 
 
-async def server_killed() -> tuple[Stage, Stage]:
-    """One case waits for its reviewer meanwhile, the other for Stripe."""
+@asynccontextmanager
+async def server_on(file: Path, port: int) -> AsyncIterator[DevServer]:
+    """A server whose records are in this file."""
+    server, job = DevServer(), "test_overlap:keep_server_on"
+    async with harness.child("the Temporal server", job, str(file), port, world=server) as keeper:
+        server.child = keeper
+        await server.address()  # it is up
+        yield server
+
+
+async def keep_server_on(remote: Any, file: str, port: int) -> None:
+    """A child's job."""
+    settings = [part for value in harness.FAST_TIMERS for part in ("--dynamic-config-value", value)]
+    environment = await WorkflowEnvironment.start_local(
+        port=port,
+        dev_server_existing_path=harness.temporal_binary(),
+        dev_server_database_filename=file,
+        dev_server_log_level="error",
+        dev_server_extra_args=settings,
+    )
+    await environment.client.count_workflows()
+    await remote.is_up(f"127.0.0.1:{port}")
+    await asyncio.Event().wait()
+
+
+async def test_a_review_and_a_refund_in_flight_outlive_the_temporal_server(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
-    connect = partial(harness.connect, address)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "temporal.db")
-        async with AsyncExitStack() as running:
-            server = await running.enter_async_context(server_on(file, port))
-            client = await server.until(connect, SECONDS, "its start")
-            review, refund = Stage(address, client), Stage(address, client)
-            held = refund.world.stripe.hold_next_create("before")
-            async with (
-                review.world.open(),
-                refund.world.open(),
-                review.process() as reviewing,
-                refund.process() as refunding,
-                review.case("1235"),
-            ):
-                await reviewing.until(review.reviewing, SECONDS, "the review")
-                async with refund.case():
-                    await refunding.until(held.wait, SECONDS, "the refund")
-                    await running.aclose()
-                    refund.world.stripe.release()
-                    server = await running.enter_async_context(server_on(file, port))
-                    await server.until(connect, SECONDS, "its start")
-                    review.may_review.set()
-                    await review.ended(reviewing)
-                    await refund.ended(refunding)
-    return review, refund
-
-
-# --- The claims ----------------------------------------------------------------------------------
-
-Play = Callable[[Stage], Awaitable[None]]
-PLAYS: list[Play] = [
-    killed_twice_at_a_decision,
-    killed_twice_with_a_request_at_stripe,
-    killed_at_one_point_and_at_the_next,
-    one_of_two_killed,
-    asleep_with_a_request_at_stripe,
-]
-
-
-async def played(play: Play, server: Server) -> Stage:
-    stage = Stage(server.address, await server.client())
-    async with stage.world.open():
-        await play(stage)
-    return stage
-
-
-class Plays:
-    """All scenarios at the same time: most of it is waiting."""
-
-    def __init__(self, server: Server) -> None:
-        self.restart = asyncio.create_task(server_killed())
-        self.others = {play: asyncio.create_task(played(play, server)) for play in PLAYS}
-
-    async def ended(self, play: Play) -> Stage:
-        return well(await self.others[play])
-
-
-def well(stage: Stage) -> Stage:
-    result = stage.world.result
-    assert result and (result.outcome, result.remembered) == ("refund succeeded", True)
-    assert len(stage.keys()) == 1
-    # The order and the history, and the order again in each attempt of the refund.
-    attempts = sum(point == "before issue_refund" for _, point in stage.world.gate.reached)
-    assert len(stage.world.shop.lookups) == 2 + attempts
-    return stage
-
-
-@pytest_asyncio.fixture(scope="module")
-async def plays(server: Server) -> AsyncIterator[Plays]:
-    plays = Plays(server)
-    yield plays
-    tasks = [plays.restart, *plays.others.values()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
-async def test_each_kill_at_a_decision_costs_one_decision_more(plays: Plays) -> None:
-    stage = await plays.ended(killed_twice_at_a_decision)
-    assert stage.counts() == UNDISTURBED | {"decisions": 7}
-
-
-async def test_two_workers_killed_with_their_requests_at_stripe_make_one_refund(
-    plays: Plays,
-) -> None:
-    counts = (await plays.ended(killed_twice_with_a_request_at_stripe)).counts()
-    requests = counts["refund_requests"]
-    assert requests > 1 and counts == UNDISTURBED | {"refund_requests": requests}
-
-
-async def test_a_new_worker_killed_at_the_next_point_repeats_only_what_was_in_flight(
-    plays: Plays,
-) -> None:
-    stage = await plays.ended(killed_at_one_point_and_at_the_next)
-    assert stage.counts() == UNDISTURBED | {"writes": 2}
-
-
-async def test_when_one_of_two_workers_is_killed_the_other_finds_its_refund(plays: Plays) -> None:
-    assert (await plays.ended(one_of_two_killed)).counts() == UNDISTURBED
-
-
-async def test_a_worker_that_slept_and_the_next_attempt_overlap_in_one_refund(plays: Plays) -> None:
-    counts = (await plays.ended(asleep_with_a_request_at_stripe)).counts()
-    requests = counts["refund_requests"]
-    assert requests > 1 and counts == UNDISTURBED | {"refund_requests": requests}
-
-
-async def test_a_wait_for_the_reviewer_outlives_the_temporal_server(plays: Plays) -> None:
-    review, _ = await plays.restart
-    assert well(review).counts() == REVIEWED
-
-
-async def test_a_refund_in_flight_outlives_the_temporal_server(plays: Plays) -> None:
-    _, refund = await plays.restart
-    assert well(refund).counts() == UNDISTURBED
+        at = tmp_path / "temporal.db", free.getsockname()[1]
+    async with server_on(*at) as server:
+        review, refund = Stage(server, "1235"), Stage(server)
+        held = refund.stripe.hold_next_create("before")
+        async with (
+            review.process() as reviewing,
+            refund.process() as refunding,
+            review.case(),
+            refund.case(),
+        ):
+            await reviewing.until(review.reviewing, SECONDS, "the review")
+            await refunding.until(held, SECONDS, "the refund")
+            await server.child.kill()
+            refund.stripe.release()
+            async with server_on(*at):
+                review.may_review.set()
+                await review.finish(reviewing)
+                await refund.finish(refunding)
+    assert review.well() == REVIEWED
+    assert refund.well() == UNDISTURBED

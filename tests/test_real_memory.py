@@ -183,13 +183,6 @@ async def test_what_is_wrong_with_the_environment_is_one_line(
 
 
 @pytest.mark.everywhere
-async def test_without_a_key_the_program_says_so_and_ends(face: XmemoryFace) -> None:
-    code, output, errors = await run(XMEM_API_KEY=" ")
-    assert (code, output) == (1, "") and not face.requests
-    assert errors == "XMEM_API_KEY must hold the key of your xmemory account\n"
-
-
-@pytest.mark.everywhere
 def test_without_the_client_the_program_says_what_to_install() -> None:
     without = "import sys, runpy; sys.modules['xmemory'] = None; runpy.run_path(sys.argv[1])"
     ran = subprocess.run(

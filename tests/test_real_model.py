@@ -22,7 +22,7 @@ from temporalio.exceptions import ApplicationError
 from test_demo import MARK, alive
 
 import refund_agent
-from harness import Server
+from harness import DevServer
 from recipes import real_model
 from recipes.real_model import PROVIDERS, Model, ModelFailed, Paid, lost, minor_units
 from refund_agent import (
@@ -404,9 +404,9 @@ async def ended(*arguments: str, env: Mapping[str, str]) -> tuple[int | None, st
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-async def test_the_program_counts_what_a_crash_costs(provider: str, server: Server) -> None:
+async def test_the_program_counts_what_a_crash_costs(provider: str, server: DevServer) -> None:
     async with serving(ModelFace(provider)) as face:
-        env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
+        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
         code, out, err = await ended("--provider", provider, "--model", "scripted", env=env)
     assert (code, err) == (0, "")
     table = dict(re.findall(r"^([a-z].*?) {2,}([\d,]+ +[\d,]+)$", out, re.MULTILINE))
@@ -427,18 +427,18 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: Serv
 
 
 @pytest.mark.everywhere
-async def test_a_model_that_refunds_nothing_shows_nothing(server: Server) -> None:
+async def test_a_model_that_refunds_nothing_shows_nothing(server: DevServer) -> None:
     async with serving(ModelFace("openai")) as face:
         face.replies = [Reply([("deny", {"text": "it is a test"})])] * 2
-        env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
+        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
         code, out, _ = await ended("--provider", "openai", env=env)
     assert code == 1 and "this compares nothing" in out and len(face.billed) == 2
 
 
 @pytest.mark.everywhere
-async def test_a_wrong_key_ends_the_program_with_one_line(server: Server) -> None:
+async def test_a_wrong_key_ends_the_program_with_one_line(server: DevServer) -> None:
     async with serving(ModelFace("anthropic")) as face:
-        env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address)}
+        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
         face.api_key = "another"
         code, _, err = await ended("--provider", "anthropic", env=env)
     assert (code, err.count("\n"), len(face.requests)) == (1, 1, 1), err
@@ -466,12 +466,12 @@ async def test_without_the_sdk_the_program_says_what_to_install(tmp_path: Path) 
 
 @pytest.mark.everywhere
 async def test_no_process_that_is_killed_has_the_key_and_an_interrupt_ends_them_all(
-    server: Server,
+    server: DevServer,
 ) -> None:
     mark = str(uuid.uuid4())
     async with serving(ModelFace("openai")) as face:
         face.api_key = f"{KEY}-{mark[::-1]}"
-        env = {**face.environment, "TEMPORAL_ADDRESS": str(server.address), MARK: mark}
+        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address(), MARK: mark}
         async with program("--provider", "openai", env=env) as process:
             assert process.stdout and process.stderr
             while b"decides" not in await process.stdout.readline():

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from conftest import Desk, request_for
+from conftest import Desk, Replaying
 from temporalio import workflow
 from temporalio.worker import WorkerConfig
 
-import harness
-from harness import HarnessPlugin, Server
+from harness import DevServer
 from recipes.versioning import ScreeningActivities, ScreeningRefundAgent, does_not_replay
 from refund_agent import AgreedRefund
 
@@ -24,7 +23,7 @@ class Suspects:
         return self.suspicious
 
 
-class Deployed(HarnessPlugin):
+class Deployed(Replaying):
     """Puts the changed Workflow and its Activity into `build_worker`'s Worker."""
 
     def __init__(self, suspects: Suspects) -> None:
@@ -49,13 +48,13 @@ async def test_a_change_without_the_patch_is_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("suspicious", [pytest.param(False, marks=pytest.mark.everywhere), True])
 async def test_a_new_case_is_screened_once_and_replays(
-    server: Server, tmp_path: Path, suspicious: bool
+    server: DevServer, tmp_path: Path, suspicious: bool
 ) -> None:
     suspects, outcome = Suspects(suspicious), "needs a human" if suspicious else "refund succeeded"
-    desk = Desk(await harness.connect(server.address, plugins=[Deployed(suspects)]))
+    desk = Desk(await server.client(plugins=[Deployed(suspects)]))
     async with desk.open() as case:
         assert (await case.result()).outcome == outcome
-    assert (suspects.seen, desk.world.refunds_of(request_for("1234"))) == (1, not suspicious)
+    assert (suspects.seen, desk.world.count()["refunds"]) == (1, not suspicious)
     path = tmp_path / "new.json"
     path.write_text((await case.fetch_history()).to_json())
     assert await does_not_replay([str(path)]) == []

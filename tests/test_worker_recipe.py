@@ -10,17 +10,16 @@ import sys
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, request_for
+from conftest import Desk, Quiet
 from otlp_http import Collector, collecting
 from temporalio import workflow
 from temporalio.api.common.v1 import Payload
@@ -29,8 +28,8 @@ from temporalio.runtime import Runtime
 from temporalio.worker import Worker
 
 import harness
-import refund_agent
-from harness import Child, Policy, Server, background
+import run_demo
+from harness import Child, DevServer
 from recipes import worker as recipe
 from refund_agent import (
     Answer,
@@ -64,12 +63,11 @@ async def reply(question: Question) -> Answer:
     return Answer(question.id, f"It is broken. {CANARY}")
 
 
-class Stumbling(Policy):
-    """Fails once, with an error that quotes the customer."""
+class Stumbling(Quiet):
+    """Its decider fails once, with an error that quotes the customer."""
 
     async def decide(self, known: Known) -> object:
-        if not self.decisions:
-            self.decisions.append(refund_agent.Step("stumble"))
+        if len(self.decisions) == 1:
             raise RuntimeError(f"cannot make sense of: {known.request.message}")
         return await super().decide(known)
 
@@ -88,17 +86,17 @@ def profile(folder: Path, address: str | None, rest: str = "tls.disabled = true"
 
 
 @asynccontextmanager
-async def started(env: Mapping[str, str], *arguments: str) -> AsyncIterator[Child]:
-    command = [sys.executable, str(ROOT / "recipes" / "worker.py"), *arguments]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+async def started(
+    world: Quiet, env: Mapping[str, str], metrics: str | None = None
+) -> AsyncIterator[Child]:
     given = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
         "OTEL_BSP_SCHEDULE_DELAY": "300",
         "NO_PROXY": "127.0.0.1",
-        "PYTHONPATH": path,
         **env,
     }
-    async with harness.child("the Worker", command, given) as child:
+    job = ("the Worker", "worker_wiring:deployed", given, world.name, "worker_wiring:worker")
+    async with harness.child(*job, metrics, world=world) as child:
         yield child
 
 
@@ -113,7 +111,7 @@ def lines(output: str) -> list[dict[str, str]]:
 
 async def seen(what: Callable[[], bool]) -> None:
     while not what():
-        await asyncio.sleep(harness.POLL_SECONDS)
+        await asyncio.sleep(run_demo.POLL_SECONDS)
 
 
 # --- Two Workers ---------------------------------------------------------------------------------
@@ -147,7 +145,7 @@ class Fleet:
         self.in_hand = refund.last_worker_identity
         await self.first.kill()
         self.desk.world.stripe.release()
-        self.result = await self.second.until(case.result, SECONDS, "the result")
+        self.result = await asyncio.wait_for(case.result(), SECONDS)
         for event in (await case.fetch_history()).events:
             self.in_history.add(event.workflow_task_started_event_attributes.identity)
             if event.HasField("activity_task_scheduled_event_attributes"):
@@ -171,16 +169,16 @@ class Fleet:
         stripe, left = self.desk.world.stripe, self.second
         async with refunding(self.desk, f"2-{self.desk.queue}", "1239", "fumi", left) as case:
             os.kill(left.pid, signal.SIGTERM)
-            await left.until(says(left, "Beginning worker shutdown"), SECONDS, "its drain")
+            await says(left, "Beginning worker shutdown")
             stripe.release()
             self.exit_code = await left.process.wait()
-        found = await harness.what_survived(case, self.desk.client)
-        self.finished = "issue_refund" in found.finished
+        recorded = await run_demo.recorded_of(case)
+        self.finished = "issue_refund" in recorded.scheduled[: recorded.completed]
         await case.terminate()
 
 
-def says(child: Child, text: str) -> Callable[[], Coroutine[Any, Any, None]]:
-    return partial(seen, lambda: text in written(child))
+async def says(child: Child, text: str) -> None:
+    await asyncio.wait_for(seen(lambda: text in written(child)), SECONDS)
 
 
 @asynccontextmanager
@@ -195,35 +193,32 @@ async def refunding(
         case_id=case_id,
         task_queue=desk.queue,
     )
-    async with background(partial(desk.world.people.converse, case)):
-        await child.until(held.wait, SECONDS, "the refund")
+    async with desk.world.attending(case):
+        await child.until(held, SECONDS, "the refund")
         yield case
 
 
 @pytest_asyncio.fixture(scope="module")
-async def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     desk, port = Desk(await server.client()), free_port()
-    desk.world.decider, desk.world.people = Stumbling(), harness.People(reply)
-    async with desk.world.open() as world, collecting() as spans:
-        assert world.address is not None
-        environment = profile(tmp_path_factory.mktemp("fleet"), server.address) | {
-            "WORLD_PORT": str(world.address.port),
-            "WORLD_TOKEN": world.address.token,
+    desk.world = world = Stumbling("1234")
+    world.replies, desk.queue = reply, world.name
+    async with collecting() as spans:
+        folder, address = tmp_path_factory.mktemp("fleet"), await server.address()
+        environment = profile(folder, address) | {
             "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url if TRACES else "",
         }
-        arguments = "--task-queue", desk.queue, "--build", "worker_wiring:worker", "--metrics"
         async with (
-            started(environment, *arguments, f"127.0.0.1:{free_port()}") as first,
+            started(world, environment, f"127.0.0.1:{free_port()}") as first,
             refunding(desk, f"1-{desk.queue}", "1234", "ada", first),
-            started(environment, *arguments, f"127.0.0.1:{port}") as second,
+            started(world, environment, f"127.0.0.1:{port}") as second,
         ):
-            await second.until(says(second, "works for namespace"), SECONDS, "its connection")
+            await says(second, "works for namespace")
             if TRACES:
-                exported = partial(seen, lambda: "StartActivity:issue_refund" in spans.names())
-                await first.until(exported, SECONDS, "the export of its spans")
+                await seen(lambda: "StartActivity:issue_refund" in spans.names())
             fleet = Fleet(desk, spans, first, second)
             await fleet.kill()
-            await second.until(fleet.fail_a_task, SECONDS, "a task that fails")
+            await asyncio.wait_for(fleet.fail_a_task(), SECONDS)
             url = f"http://127.0.0.1:{port}/metrics"
             fleet.metrics = (await asyncio.to_thread(urllib.request.urlopen, url)).read().decode()
             await fleet.stop()
@@ -235,7 +230,7 @@ async def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Fle
 async def test_a_worker_is_killed_and_the_other_one_refunds_once(fleet: Fleet) -> None:
     assert fleet.result is not None and fleet.result.remembered
     assert fleet.result.outcome == "refund succeeded"
-    assert fleet.desk.world.refunds_of(request_for("1234")) == 1
+    assert fleet.desk.world.count()["refunds"] == 1
 
 
 @pytest.mark.everywhere
@@ -269,14 +264,14 @@ async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fl
 async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> None:
     decisions = "agent_decide_next_step"
     (failed,) = [each for each in lines(fleet.output) if each.get("activity_type") == decisions]
-    assert failed["error"] == "CallFailed from RemoteError"
+    assert failed["error"] == "CallFailed from RuntimeError"
     assert re.search(r"harness\.py:\d+ __call__$", failed["at"])
 
 
 @pytest.mark.everywhere
 async def test_no_customer_text_and_no_key_leaves_the_process(fleet: Fleet) -> None:
     exported = b"".join(fleet.spans.received)
-    for secret in (CANARY, KEY, str(fleet.desk.world.address and fleet.desk.world.address.token)):
+    for secret in (CANARY, KEY):
         assert secret not in fleet.output + fleet.metrics and secret.encode() not in exported
 
 
@@ -309,17 +304,17 @@ async def test_without_a_build_it_works_around_stand_ins(
 ) -> None:
     async with recipe.stand_ins(desk.client, desk.queue):
         case = await desk.start()
-        async with background(partial(desk.world.people.converse, case)):
+        async with desk.world.attending(case):
             assert (await case.result()).outcome == "refund succeeded"
-    assert "STAND-INS" in caplog.text and desk.world.refunds_of(request_for("1234")) == 0
+    assert "STAND-INS" in caplog.text and desk.world.count()["refunds"] == 0
 
 
 # --- What does not start -------------------------------------------------------------------------
 
 
-async def ended(env: Mapping[str, str], *arguments: str) -> tuple[object, str]:
+async def ended(env: Mapping[str, str], metrics: str | None = None) -> tuple[object, str]:
     """The exit code of a Worker that cannot start, and the one thing it says."""
-    async with started(env, *arguments) as child:
+    async with started(Quiet("1234"), env, metrics) as child:
         code = await asyncio.wait_for(child.process.wait(), SECONDS)
         (line,) = lines(written(child))
         return code, line["message"]
@@ -331,9 +326,7 @@ async def test_what_cannot_start_says_why_in_one_line_and_ends(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = f"127.0.0.1:{taken.getsockname()[1]}"
-        metrics, server = await asyncio.gather(
-            ended({}, "--metrics", port), ended(profile(tmp_path, nobody))
-        )
+        metrics, server = await asyncio.gather(ended({}, port), ended(profile(tmp_path, nobody)))
     assert metrics[0] == 2 and metrics[1].startswith(f"--metrics {port}: ")
     assert server[0] == 1 and server[1].startswith(f"no connection to {nobody}; check")
 
@@ -376,10 +369,10 @@ async def test_a_configuration_that_cannot_work_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("leaving")
-async def test_the_namespace_of_the_profile_is_asked_for(server: Server, tmp_path: Path) -> None:
-    rest = 'tls.disabled = true\nnamespace = "another"'
-    refused = await refusal(profile(tmp_path, server.address, rest))
-    assert refused == f"1 {server.address} answers NOT_FOUND; check the namespace and the API key"
+async def test_the_namespace_of_the_profile_is_asked_for(server: DevServer, tmp_path: Path) -> None:
+    rest, address = 'tls.disabled = true\nnamespace = "another"', await server.address()
+    refused = await refusal(profile(tmp_path, address, rest))
+    assert refused == f"1 {address} answers NOT_FOUND; check the namespace and the API key"
 
 
 @pytest.mark.usefixtures("leaving")
@@ -418,11 +411,11 @@ async def test_tracing_without_opentelemetry_says_what_to_install(
 
 
 async def test_the_file_of_a_workflow_is_imported_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: DevServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, ours = str(uuid.uuid4()), id(Identity)
     await server.client()
-    monkeypatch.setenv("TEMPORAL_ADDRESS", str(server.address))
+    monkeypatch.setenv("TEMPORAL_ADDRESS", await server.address())
     client = await recipe.connect("a Worker", Runtime.default(), [])
     async with Worker(client, task_queue=queue, workflows=[Identity]):
         assert await client.execute_workflow(Identity.run, id=queue, task_queue=queue) == ours

@@ -7,16 +7,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from conftest import Desk, question_of, reply, request_for, until
+from conftest import Desk, question_of, reply, until
 from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError
 from temporalio.exceptions import CancelledError
 
 import fake_stripe
 import fake_xmemory
-import harness
 import refund_agent
-from harness import what_survived
 from refund_agent import Answer, Case, Known, Progress, Question, RefundAgent, Refused, send_answer
+from run_demo import POLL_SECONDS, recorded_of, request_for
 
 
 async def progress_of(case: Case) -> Progress:
@@ -26,7 +25,7 @@ async def progress_of(case: Case) -> Progress:
 async def told(case: Case) -> refund_agent.RefundResult:
     """What the customer is told before the case ends."""
     while (result := (await progress_of(case)).result) is None:
-        await asyncio.sleep(harness.POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
     return result
 
 
@@ -48,9 +47,10 @@ async def assert_canceled(case: Case) -> None:
 async def test_a_case_is_asked_decided_refunded_and_remembered_once(desk: Desk) -> None:
     async with desk.open() as case:
         assert (await case.result()).outcome == "refund succeeded"
-    tally = harness.tally(desk.world, request_for("1234"))
-    assert (tally.questions, tally.decisions, tally.lookups) == (2, 5, 3)
-    assert (tally.refund_requests, tally.refunds, tally.remembered) == (1, 1, 1)
+    count = desk.world.count()
+    assert (count["questions to the customer"], count["decisions made"]) == (2, 5)
+    assert (count["lookups"], count["  of them to refund"]) == (3, 1)
+    assert (count["refunds"], count["cases remembered"]) == (1, 1)
 
 
 # --- Answers -------------------------------------------------------------------------------------
@@ -61,10 +61,10 @@ async def test_an_answer_is_accepted_while_no_worker_is_alive(desk: Desk) -> Non
         case = await desk.start()
         question = await question_of(case)
     await send_answer(case, await reply(question))
-    assert len((await what_survived(case, desk.client)).answers) == 1
+    assert (await recorded_of(case)).signals == 1
     async with desk.worker():
         assert (await desk.result_of(case)).outcome == "refund succeeded"
-    assert question.id not in [asked.id for asked in desk.world.people.asked]
+    assert question.id not in [asked.id for asked in desk.world.asked]
 
 
 async def test_an_answer_that_comes_before_its_question_is_used(desk: Desk) -> None:
@@ -75,7 +75,7 @@ async def test_an_answer_that_comes_before_its_question_is_used(desk: Desk) -> N
     await case.signal("answer", await reply(first))
     async with desk.worker():
         await desk.result_of(case)
-    assert [asked.text for asked in desk.world.people.asked] == [refund_agent.INTAKE[1]]
+    assert [asked.text for asked in desk.world.asked] == [refund_agent.INTAKE[1]]
 
 
 async def test_an_answer_that_would_not_be_used_is_refused(desk: Desk) -> None:
@@ -94,37 +94,13 @@ async def test_an_answer_that_would_not_be_used_is_refused(desk: Desk) -> None:
         await send_answer(case, Answer(second.id, "hello"))
 
 
-class SlowReviewer:
-    """Says when it was asked, and answers when it may."""
-
-    def __init__(self, desk: Desk) -> None:
-        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
-        desk.world.people = harness.People(self.reply)
-
-    async def reply(self, question: Question) -> Answer:
-        if question.to == "reviewer":
-            self.asked.set()
-            await self.may_answer.wait()
-        return await reply(question)
-
-
-async def test_the_customer_cannot_approve(desk: Desk) -> None:
-    reviewer = SlowReviewer(desk)
-    async with desk.open("1235") as case:
-        await reviewer.asked.wait()
-        review = await question_of(case)
-        approval = Answer(review.id, "yes", approve=True)
-        with pytest.raises(Refused):
-            await send_answer(case, approval)
-        await case.signal("answer", approval)
-        assert await question_of(case) == review
-
-
-async def test_a_reviewer_who_says_no_moves_no_money(desk: Desk) -> None:
+async def test_a_reviewer_who_says_no_moves_no_money(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(question: Question) -> Answer:
         return replace(await reply(question), approve=False)
 
-    desk.world.people = harness.People(refuse)
+    monkeypatch.setattr(desk.world, "reply", refuse)
     result = await desk.run("1235")
     assert (result.outcome, result.notice) == ("denied", "Approved.")
     assert not desk.world.stripe.counts()["refunds.create"]
@@ -142,7 +118,7 @@ async def test_a_case_that_nobody_answers_ends(
         return await reply(question)
 
     monkeypatch.setitem(refund_agent.PATIENCE, who, timedelta(seconds=0.5))
-    open_desk.world.people = harness.People(silent)
+    monkeypatch.setattr(open_desk.world, "reply", silent)
     result = await open_desk.run(order_id)
     assert (result.outcome, result.remembered) == (outcome, True)
     assert not open_desk.world.stripe.counts()["refunds.create"]
@@ -161,11 +137,12 @@ async def test_a_cancel_before_the_refund_moves_no_money(desk: Desk) -> None:
 
 
 async def test_a_cancel_that_came_before_the_approval_wins(desk: Desk) -> None:
-    reviewer = SlowReviewer(desk)
-    async with desk.open("1235") as case:
-        await reviewer.asked.wait()
+    async with desk.worker():
+        case = await desk.start("1235")
+        while (question := await question_of(case)).to == "customer":
+            await send_answer(case, await reply(question))
     await case.cancel()
-    await case.signal("review", await reply(desk.world.people.asked[-1]))
+    await case.signal("review", await reply(question))
     async with desk.worker():
         await assert_canceled(case)
     assert not desk.world.stripe.counts()["refunds.create"]
@@ -185,28 +162,31 @@ async def test_a_cancel_while_the_refund_is_on_its_way_waits_and_reports(
         desk.world.stripe.release()
         result = await asyncio.wait_for(case.result(), 10)
     assert (result.outcome, result.remembered) == (f"refund {status}", True)
-    assert desk.world.refunds_of(request_for("1234")) == 1
+    assert desk.world.count()["refunds"] == 1
 
 
-async def test_a_cancel_while_the_terms_change_ends_as_canceled(desk: Desk) -> None:
-    asked, may_answer = asyncio.Event(), asyncio.Event()
-    order: Any = desk.world.shop.order
+async def test_a_cancel_while_the_terms_change_ends_as_canceled(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, asked, may_answer = desk.world, asyncio.Event(), asyncio.Event()
+    order = world.shop.order
 
     async def slow(order_id: str, line: int) -> Any:
-        if "order" in desk.world.shop.lookups:  # this is the look right before the refund
+        if sum(call.path == "shop.order" for call in world.calls) > 1:  # right before the refund
             asked.set()
             await may_answer.wait()
         return await order(order_id, line)
 
-    desk.world.shop.order = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(world.shop, "order", slow)
     async with desk.open() as case:
         await asked.wait()
         await case.cancel()
         await asyncio.sleep(0.3)
-        desk.world.shop.orders["1234", 1].price = 50_00
+        orders = world.shop.orders
+        orders["1234", 1] = replace(orders["1234", 1], price=50_00)
         may_answer.set()
         await assert_canceled(case)
-    assert not desk.world.stripe.counts()["refunds.create"]
+    assert not world.stripe.counts()["refunds.create"]
 
 
 async def test_a_cancel_between_two_looks_ends_with_what_stripe_said_last(desk: Desk) -> None:
@@ -214,7 +194,7 @@ async def test_a_cancel_between_two_looks_ends_with_what_stripe_said_last(desk: 
     async with desk.open() as case:
         assert (await told(case)).outcome == "refund pending"
         while not await days_of(case):
-            await asyncio.sleep(harness.POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         await case.cancel()
         result = await asyncio.wait_for(case.result(), 10)
     assert (result.outcome, result.remembered) == ("refund pending", True)
@@ -254,7 +234,9 @@ async def test_the_customer_hears_of_the_refund_while_memory_does_not_answer(des
         assert (await case.describe()).status == WorkflowExecutionStatus.RUNNING
 
 
-async def test_a_case_goes_on_when_a_refused_key_is_mended(desk: Desk) -> None:
+async def test_a_case_goes_on_when_a_refused_key_is_mended(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stripe = desk.world.stripe
 
     async def revoking(question: Question) -> Answer:
@@ -262,7 +244,7 @@ async def test_a_case_goes_on_when_a_refused_key_is_mended(desk: Desk) -> None:
             stripe.api_key = "refused"
         return await reply(question)
 
-    desk.world.people = harness.People(revoking)
+    monkeypatch.setattr(desk.world, "reply", revoking)
     async with desk.open("1235") as case:
         before = stripe.counts()["refunds.list"]
         await until(lambda: stripe.counts()["refunds.list"] > before + 2)
@@ -273,15 +255,17 @@ async def test_a_case_goes_on_when_a_refused_key_is_mended(desk: Desk) -> None:
         assert (await case.result()).outcome == "refund succeeded"
 
 
-async def test_no_secret_no_error_text_and_no_other_customer_is_in_history(desk: Desk) -> None:
+async def test_no_secret_no_error_text_and_no_other_customer_is_in_history(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, broken = desk.world, [RuntimeError("CANARY")] * 2
 
     async def model(known: Known) -> object:
         if broken:
             raise broken.pop()
-        return await Policy.decide(known)
+        return refund_agent.decide(known)
 
-    Policy, world.decider = world.decider, type("Model", (), {"decide": staticmethod(model)})()
+    monkeypatch.setattr(world, "decide", model)
     world.stripe.fail_next(fake_stripe.StripeError("CANARY", 429), times=2)
     world.stripe.api_key = "sk_test_CANARY"
     refused = fake_xmemory.XmemoryAPIError("CANARY", status=400, code="INVALID_INPUT")

@@ -1,15 +1,27 @@
-"""For `recipes/worker.py --build`: the world is that of the test, reached over loopback."""
+"""For `recipes/worker.py --build`: the Worker of a child whose world is that of the test."""
 
 import os
-import sys
-import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 from temporalio.client import Client
 from temporalio.plugin import SimplePlugin
 from temporalio.worker import Worker, WorkerConfig
 
-from harness import STICKY, Address, Remote
+from recipes import worker as recipe
 from refund_agent import RefundActivities, build_worker
+
+remote: Any = None
+
+
+async def deployed(world: Any, environment: Mapping[str, str], *arguments: str | None) -> None:
+    """What `python recipes/worker.py` does, in a child of the test."""
+    global remote
+    remote = world
+    os.environ.update(environment)
+    await recipe.main(*arguments)  # type: ignore[arg-type]
+    recipe.leave(0, "drained and stopped")
 
 
 class Impatient(SimplePlugin):
@@ -17,19 +29,12 @@ class Impatient(SimplePlugin):
         super().__init__("impatient")
 
     def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
-        config["sticky_queue_schedule_to_start_timeout"] = STICKY
+        config["sticky_queue_schedule_to_start_timeout"] = timedelta(seconds=0.2)
         return super().configure_worker(config)
 
 
 def worker(client: Client, task_queue: str) -> Worker:
-    threading.Thread(target=end_with_the_test, daemon=True).start()
     config = client.config()
     config |= {"interceptors": [], "plugins": [*config["plugins"], Impatient()]}
-    remote = Remote(Address(int(os.environ["WORLD_PORT"]), os.environ["WORLD_TOKEN"]))
-    steps = RefundActivities(stripe=remote.stripe, shop=remote.shop, decide=remote.decider.decide)
+    steps = RefundActivities(remote.stripe, remote.shop, remote.decide)
     return build_worker(Client(**config), task_queue, steps, remote.xmemory)
-
-
-def end_with_the_test() -> None:
-    sys.stdin.read()
-    os._exit(1)

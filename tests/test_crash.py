@@ -40,6 +40,7 @@ async def test_a_plain_process_that_is_killed_starts_over_and_does_not_know_its_
     count = plain.count()
     assert plain.killed_at and (count["refunds"], count["cases remembered"]) == (1, 1)
     assert (count["questions to the customer"], count["decisions made"]) == (4, 10)
+    assert count["lookups"] == 6
     assert plain.result and plain.result.outcome == HUMAN
 
 

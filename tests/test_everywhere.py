@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from test_demo import alive, demo
 
+import crash_everywhere
 import run_demo
 from crash_everywhere import IN_FLIGHT, Row, points_of, verdict
 from harness import DevServer
@@ -25,6 +26,7 @@ SAMPLE = (
     "waiting for the reviewer 1",
 )
 NOWHERE = "before issue_refund 2"
+ENDED = b"Ended; everything that was started is stopped."
 LEFT_SECONDS = 5  # for the last process to be gone
 
 
@@ -116,6 +118,29 @@ def test_another_ending_is_a_failed_row(result: RefundResult | None) -> None:
     assert wrong_if("in Workflow Task 1", result=result) == ["it ended otherwise"]
 
 
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_failed_row_is_a_non_zero_exit(
+    server: DevServer,
+    more: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Played(Made):
+        def __init__(self, order_id: str, point: str) -> None:
+            super().__init__(point, refunds=-1 + (more if point else 0))
+
+        async def play_alone(self) -> None: ...
+
+    async def one_point(row: Row) -> list[str]:
+        return ["in Workflow Task 4"]
+
+    monkeypatch.setattr(crash_everywhere, "Row", Played)
+    monkeypatch.setattr(crash_everywhere, "points_of", one_point)
+    assert await crash_everywhere.kill_everywhere(server.address, "1235") == more
+    out = capsys.readouterr().out
+    assert ("FAILED: refunds: 2, not 1" in out) == bool(more) and f", {more} failures." in out
+
+
 def test_a_person_cannot_answer_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         run_demo.parse(["--crash", "everywhere", "--ask"])
@@ -134,7 +159,7 @@ async def test_an_interrupt_leaves_no_worker_behind(server: DevServer) -> None:
             pass
         process.send_signal(signal.SIGTERM)
         _, err = await process.communicate()
-    assert process.returncode == 143 and b"Traceback" not in err
+    assert (process.returncode, err.strip()) == (143, ENDED)
     deadline = time.monotonic() + LEFT_SECONDS
     while (left := alive(mark)) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

@@ -245,8 +245,9 @@ class Scenario(harness.World):
             c.at for c in self.calls if c.path == "reach" and c.args == ("after issue_refund",)
         ]
         self.xmemory.apply_due()
-        cases = "\n".join(row["past_cases"] for row in self.xmemory.tables["Customer"].values())
-        order_line = f"order {self.request.order_id} line {self.request.line}:"
+        customer, line = self.request.customer_id, self.request.line
+        record = self.xmemory.tables["Customer"].get((("customer_id", customer),), {})
+        cases = record.get("past_cases", "").splitlines()
         return {
             "questions to the customer": asked["customer"],
             "questions to the reviewer": asked["reviewer"],
@@ -260,7 +261,9 @@ class Scenario(harness.World):
             ),
             "calls to xmemory": sum(calls[path] for path in calls if path.startswith("xmemory")),
             "  of them to write": calls["xmemory.write_async"],
-            "cases remembered": cases.count(order_line),
+            "cases remembered": sum(
+                case.startswith(f"order {self.request.order_id} line {line}:") for case in cases
+            ),
             "seconds from kill to refund": next(
                 (at - self.killed_at for at in refunded if at > self.killed_at), None
             ),
@@ -403,7 +406,7 @@ class Durable(Scenario):
                 self.say(
                     "Temporal",
                     f"no Worker is alive; recorded: {recorded.signals} answers, "
-                    f"{recorded.completed} Activities, next: {recorded.scheduled[-1]}",
+                    f"{len(recorded.finished)} Activities, next: {recorded.last}",
                 )
                 async with self.process() as second:
                     self.say("demo", f"starts a new Worker, process {second.pid}")
@@ -446,21 +449,19 @@ class Recorded:
     """What Event History has of a case. No Worker is asked."""
 
     signals: int
-    scheduled: list[str]  # Activities, in order
-    completed: int
+    finished: list[str]  # Activities with a result, in order
+    last: str  # the Activity that was scheduled last
 
 
 async def recorded_of(case: Case) -> Recorded:
-    events = [event async for event in case.fetch_history_events()]
-    kinds = Counter(event.WhichOneof("attributes") for event in events)
-    scheduled = [
-        event.activity_task_scheduled_event_attributes.activity_type.name for event in events
-    ]
-    return Recorded(
-        kinds["workflow_execution_signaled_event_attributes"],
-        [name for name in scheduled if name] or ["none"],
-        kinds["activity_task_completed_event_attributes"],
-    )
+    signals, finished, scheduled = 0, list[str](), {0: "none"}
+    async for event in case.fetch_history_events():
+        signals += event.HasField("workflow_execution_signaled_event_attributes")
+        if name := event.activity_task_scheduled_event_attributes.activity_type.name:
+            scheduled[event.event_id] = name
+        if id := event.activity_task_completed_event_attributes.scheduled_event_id:
+            finished.append(scheduled[id])
+    return Recorded(signals, finished, [*scheduled.values()][-1])
 
 
 async def connect(address: str | None, **options: Any) -> Client:
@@ -552,7 +553,7 @@ def heading(text: str) -> None:
 def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     """What this demo claims, each with whether it was observed."""
     p, d, crash = plain.count(), durable.count(), plain.crash
-    scheduled, result = durable.recorded.scheduled, durable.result
+    finished, result = durable.recorded.finished, durable.result
     assert plain.result and result
     told_no = plain.typed and result.outcome == "denied"
     expected = 1 if plain.request.order_id in WITH_REFUND and not told_no else 0
@@ -560,9 +561,9 @@ def claims(plain: Plain, durable: Durable) -> Iterator[tuple[bool, str]]:
     yield p[asked] == 2 * d[asked] > 0, "the plain process made the customer start over"
     ids = {question.id for question in durable.asked}
     yield len(ids) == len(durable.asked), "the Workflow asked no question twice"
-    decisions = scheduled.count("agent_decide_next_step")
+    decisions = finished.count("agent_decide_next_step")
     yield d["decisions made"] == decisions, "it made no decision twice"
-    looked_up = sum(name.startswith("lookup_") for name in scheduled)
+    looked_up = sum(name.startswith("lookup_") for name in finished)
     # Every attempt of issue_refund asks the shop once more, before it asks Stripe.
     attempts = sum(call.args == ("before issue_refund",) for call in durable.calls)
     yield 0 <= d["lookups"] - looked_up <= attempts, "it repeated no lookup that had finished"

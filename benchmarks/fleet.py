@@ -96,10 +96,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def server_pid(server: DevServer) -> int:
-    """The server is the child of its keeper."""
-    keeper = server.child.pid
-    with suppress(OSError, IndexError):
-        return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+    """The server is the child of its keeper, started by any thread of it."""
+    with suppress(OSError):  # where there is no /proc
+        for children in Path(f"/proc/{server.child.pid}/task").glob("*/children"):
+            for pid in children.read_text().split():
+                return int(pid)
     return 0
 
 
@@ -346,6 +347,7 @@ def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None
         "agents_per_s": round(n / used.seconds, 2),
         "events_per_s": round(used.events / used.seconds, 1),
         "agents_per_s_to_prototype": ratio,
+        "server_ms_per_event": round(each(used, "server"), 2),
     }
     print(json.dumps(counts), flush=True)
     return 0 if all(claims.values()) else 1

@@ -260,16 +260,24 @@ PROVIDERS: dict[str, type[OpenAIModel] | type[AnthropicModel]] = {
 }
 
 
-def live(model: Model) -> Callable[[Known], Awaitable[object]]:
+class Live(run_demo.Scenario):
     """A model in place of the demo's policy. An error that no retry can mend ends the demo."""
 
-    async def decide(known: Known) -> object:
+    def __init__(self, model: Model) -> None:
+        super().__init__("1234", "before-refund")
+        self.model, self.seconds = model, SCENE_SECONDS
+
+    async def decide(self, known: Known) -> object:
         try:
-            return await model.decide(known)
+            return await self.model.decide(known)
         except ApplicationError as final:
             raise harness.HarnessError(final.message) from None
 
-    return decide
+
+class LivePlain(Live, run_demo.Plain): ...
+
+
+class LiveDurable(Live, run_demo.Durable): ...
 
 
 def lost(paid: Sequence[Paid]) -> list[Paid]:
@@ -307,18 +315,14 @@ async def play(provider: str, name: str, key: str) -> int:
     except ModuleNotFoundError as missing:
         install = "Install what is needed with: pip install -e '.[model]'"
         raise harness.HarnessError(f"{missing.name} is not installed. {install}") from None
-    plain = run_demo.Plain("1234", "before-refund")
-    durable = run_demo.Durable("1234", "before-refund")
-    for scenario, model in ((plain, first), (durable, second)):
-        vars(scenario)["decide"] = live(model)
-        scenario.seconds = SCENE_SECONDS
+    plain, durable = LivePlain(first), LiveDurable(second)
     async with aclosing(first), aclosing(second):
         await run_demo.play_both(plain, durable)
     show(first.paid, second.paid)
     if not (plain.killed_at and durable.killed_at):
         print("\nA case ended before its refund: nothing was killed, so this compares nothing.")
         return 1
-    recorded = durable.recorded.scheduled.count("agent_decide_next_step")
+    recorded = durable.recorded.finished.count("agent_decide_next_step")
     print(f"\nOf the Workflow's {len(second.paid)} paid answers, {recorded} are in Event History.")
     return 0 if len(second.paid) == recorded and not lost(second.paid) else 1
 

@@ -5,12 +5,12 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowFailureError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker, WorkerConfig
 
 import harness
@@ -93,12 +93,16 @@ class Quiet(Durable):
 
     @asynccontextmanager
     async def attending(self, case: Case) -> AsyncIterator[None]:
-        """People answer what this case asks, as long as the block runs."""
-        task = self.begin(self.attend(case))
-        try:
+        """People answer what this case asks, as long as the block runs. If they fail, it does."""
+
+        async def attend() -> None:
+            with suppress(WorkflowFailureError):  # for the test to see
+                await self.attend(case)
+
+        async with asyncio.TaskGroup() as tasks:
+            people = tasks.create_task(attend())
             yield
-        finally:
-            task.cancel()
+            people.cancel()
 
 
 class Desk:

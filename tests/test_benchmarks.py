@@ -40,6 +40,7 @@ async def test_a_fleet_makes_one_refund_each() -> None:
     expected = {"agents": 3, "refunds": 3, "cases": 3, "questions": 6, "extra_calls": 0, "kills": 0}
     assert expected.items() <= counted.items()
     assert counted["agents_per_s_to_prototype"] > 0
+    assert counted["server_ms_per_event"] > 0 or not Path("/proc").is_dir()
 
 
 async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:

@@ -203,8 +203,17 @@ def test_a_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_claim_that_was_not_observed_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     plain, durable = run_demo.Plain("1234", "before-refund"), run_demo.Durable("1234")
-    durable.recorded = run_demo.Recorded(0, [], 0)
+    durable.recorded = run_demo.Recorded(0, [], "none")
     plain.killed_at = durable.killed_at = 1.0
     plain.result = durable.result = RefundResult("denied", "No.")
     assert run_demo.show_counts(plain, durable) == 1
     assert "NOT OBSERVED  the plain process made the customer start over" in capsys.readouterr().out
+
+
+def test_a_case_in_the_record_of_another_customer_is_not_remembered() -> None:
+    world = run_demo.Plain("1234")
+    line = {"past_cases": "order 1234 line 1: refund succeeded"}
+    world.xmemory.put("Customer", {"customer_id": "ben", **line})
+    assert world.count()["cases remembered"] == 0
+    world.xmemory.put("Customer", {"customer_id": "ada", **line})
+    assert world.count()["cases remembered"] == 1

@@ -146,9 +146,10 @@ class Ended(NamedTuple):
 async def play(client: Any, row: Row) -> Ended:
     desk = Desk(client)
     held = row.fault(desk.world)
-    letting_go = desk.world.begin(let_go(desk.world, held))
-    result = await asyncio.wait_for(desk.run(), 60)
-    letting_go.cancel()
+    async with asyncio.TaskGroup() as tasks:
+        letting_go = tasks.create_task(let_go(desk.world, held))
+        result = await asyncio.wait_for(desk.run(), 60)
+        letting_go.cancel()
     return Ended(desk.world, result)
 
 

@@ -236,7 +236,6 @@ async def test_a_write_that_fails_costs_only_the_capture_and_is_not_repeated(
     assert (xmemory.calls, desk.work.runs) == (["write_async"], 1)
 
 
-@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("start_to_close", "capture_timeout"), [(LONG, BRIEFLY), (MARGIN + BEAT, CAPTURE_TIMEOUT)]
 )
@@ -282,7 +281,6 @@ async def test_nothing_is_captured_when_no_time_is_left(
     assert not xmemory.calls
 
 
-@pytest.mark.everywhere
 async def test_an_activity_heartbeats_during_a_slow_capture_and_runs_once(desk: Desk) -> None:
     xmemory = Slow(lambda: asyncio.sleep(1.5 * BEAT.total_seconds()))
     async with desk.open(AutoCapture(xmemory, as_text)):

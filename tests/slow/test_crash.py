@@ -3,20 +3,19 @@
 from typing import Any
 
 import pytest
-from conftest import Quiet
 from temporalio.plugin import SimplePlugin
 
 import harness
 import refund_agent
 import run_demo
+from desk import Quiet
 from harness import AnnounceActivities, DevServer
-from refund_agent import HUMAN, RefundActivities
-from run_demo import CRASHES, Plain
+from refund_agent import RefundActivities
+from run_demo import CRASHES
 
 SECONDS = 60
 
 
-@pytest.mark.everywhere
 @pytest.mark.parametrize("crash", CRASHES)
 async def test_a_workflow_that_is_killed_loses_nothing(server: DevServer, crash: str) -> None:
     world = Quiet("1234", crash)
@@ -33,26 +32,14 @@ async def test_a_workflow_that_is_killed_loses_nothing(server: DevServer, crash:
     assert count["lookups"] > 3 if repeated else count["lookups"] == 3
 
 
-@pytest.mark.everywhere
-async def test_a_plain_process_that_is_killed_starts_over_and_does_not_know_its_refund() -> None:
-    plain = Plain("1234", "refund-in-flight")
-    await plain.play()
-    count = plain.count()
-    assert plain.killed_at and (count["refunds"], count["cases remembered"]) == (1, 1)
-    assert (count["questions to the customer"], count["decisions made"]) == (4, 10)
-    assert count["lookups"] == 6
-    assert plain.result and plain.result.outcome == HUMAN
-
-
 async def stock_worker(remote: Any, address: str, queue: str) -> None:
     """What people who copy will run."""
-    announced = SimplePlugin("announced", interceptors=[AnnounceActivities(remote)])
-    client = await run_demo.connect(address, plugins=[announced])
+    announcing = SimplePlugin("announcing", interceptors=[AnnounceActivities(remote)])
+    client = await run_demo.connect(address, plugins=[announcing])
     activities = RefundActivities(remote.stripe, remote.shop, remote.decide)
     await refund_agent.build_worker(client, queue, activities, remote.xmemory).run()
 
 
-@pytest.mark.everywhere
 async def test_a_stock_server_and_the_default_cache_only_take_longer() -> None:
     """Killed before the refund, with the reviewer's approval in."""
     async with harness.dev_server() as server:

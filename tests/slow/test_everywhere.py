@@ -1,20 +1,18 @@
-"""A kill at every point of a case: one of every kind here, the whole table with `-m everywhere`."""
+"""A kill at every point of a case: one of every kind, and the whole table."""
 
 import asyncio
 import faulthandler
 import signal
-import time
-import uuid
 from collections import Counter
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from test_demo import alive, demo
 
 import crash_everywhere
 import run_demo
 from crash_everywhere import IN_FLIGHT, Row, points_of, verdict
+from desk import ROOT, ended, program
 from harness import DevServer
 from refund_agent import RefundResult
 
@@ -27,7 +25,7 @@ SAMPLE = (
 )
 NOWHERE = "before issue_refund 2"
 ENDED = b"Ended; everything that was started is stopped."
-LEFT_SECONDS = 5  # for the last process to be gone
+EVERYWHERE = ROOT / "run_demo.py", "--crash", "everywhere"
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -150,30 +148,23 @@ def test_a_person_cannot_answer_everywhere(capsys: pytest.CaptureFixture[str]) -
 # The program.
 
 
-@pytest.mark.everywhere
-async def test_an_interrupt_leaves_no_worker_behind(server: DevServer) -> None:
-    mark, env = str(uuid.uuid4()), {"TEMPORAL_ADDRESS": await server.address()}
-    async with demo(mark, "--crash", "everywhere", env=env) as process:
+async def test_an_interrupt_leaves_no_worker_behind(mark: None, server: DevServer) -> None:
+    env = {"TEMPORAL_ADDRESS": await server.address()}
+    async with program(*EVERYWHERE, env=env) as process:
         assert process.stdout
         while "not killed" not in (await process.stdout.readline()).decode():
             pass
         process.send_signal(signal.SIGTERM)
         _, err = await process.communicate()
     assert (process.returncode, err.strip()) == (143, ENDED)
-    deadline = time.monotonic() + LEFT_SECONDS
-    while (left := alive(mark)) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert left == []
 
 
-@pytest.mark.everywhere
-async def test_the_whole_table() -> None:
+async def test_the_whole_table(mark: None) -> None:
     faulthandler.cancel_dump_traceback_later()  # it may take longer than a test of the suite
-    async with demo(str(uuid.uuid4()), "--crash", "everywhere", env={"TEMPORAL_ADDRESS": ""}) as it:
-        out, err = await it.communicate()
-    failed = [line for line in out.decode().splitlines() if "FAILED" in line]
-    assert (it.returncode, err, failed) == (0, b"", []) and out.isascii()
-    rows = [line.split("  ")[0] for line in out.decode().splitlines()]
+    code, out, err = await ended(*EVERYWHERE)
+    failed = [line for line in out.splitlines() if "FAILED" in line]
+    assert (code, err, failed) == (0, "", []) and out.isascii()
+    rows = [line.split("  ")[0] for line in out.splitlines()]
     before, after = (
         [row.removeprefix(kind) for row in rows if row.startswith(kind)]
         for kind in ("before ", "after ")

@@ -1,6 +1,8 @@
-"""A recorded history still replays; and the guard really goes red when the loop changes order."""
+"""A recorded history still replays, and a loop that changes its order does not.
 
-from pathlib import Path
+`tests/histories/record.py` records it anew.
+"""
+
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ from temporalio.worker import Replayer, UnsandboxedWorkflowRunner
 from temporalio.workflow import NondeterminismError
 
 import refund_agent
+from desk import ROOT
 from refund_agent import RefundAgent
 
-RECORDED = (Path(__file__).parent / "histories" / "escalated.json").read_text()
+RECORDED = (ROOT / "tests" / "histories" / "escalated.json").read_text()
 HISTORY = WorkflowHistory.from_json("refund-1235-1", RECORDED)
 
 

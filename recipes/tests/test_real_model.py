@@ -2,26 +2,23 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, request_for
 from http_face import Answer, serving
 from model_http import KEY, Billed, ModelFace, Reply, failure
 from temporalio.exceptions import ApplicationError
-from test_demo import MARK, alive
 
 import refund_agent
+from desk import ROOT, Desk, alive, ended, program, request_for
 from harness import DevServer
 from recipes import real_model
 from recipes.real_model import PROVIDERS, Model, ModelFailed, Paid, lost, minor_units
@@ -40,7 +37,7 @@ for library in ("openai", "anthropic"):
         library, reason="the model SDKs are not installed: pip install -e '.[model]'"
     )
 
-PROGRAM = Path(real_model.__file__)
+PROGRAM = ROOT / "recipes" / "real_model.py"
 PATIENCE, PROGRAM_PATIENCE = 10.0, 90.0  # seconds, for a test that would otherwise hang
 ORDER = Order("teapot", 80_00, "usd", "pi_1", 0.0)
 TEA_SET = Order("tea set", 9_899, "jpy", "pi_2", 0.0)
@@ -342,7 +339,6 @@ async def test_a_model_decides_a_case(face: ModelFace, model: Model, desk: Desk)
     assert [it.turn for it in model.paid] == list(range(6)) and lost(model.paid) == []
 
 
-@pytest.mark.everywhere
 async def test_a_model_reads_why_its_step_was_rejected(
     face: ModelFace, model: Model, desk: Desk
 ) -> None:
@@ -370,44 +366,13 @@ def test_an_answer_is_lost_when_its_turn_comes_again(turns: list[int], in_vain: 
 # --- The program ---------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def program(
-    *arguments: str, env: Mapping[str, str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OPENAI_", "ANTHROPIC_"))
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(PROGRAM),
-        *arguments,
-        env={**clean, **env},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def ended(*arguments: str, env: Mapping[str, str]) -> tuple[int | None, str, str]:
-    async with program(*arguments, env=env) as process, asyncio.timeout(PROGRAM_PATIENCE):
-        out, err = await process.communicate()
-    assert KEY.encode() not in out + err
-    return process.returncode, out.decode(), err.decode()
-
-
-@pytest.mark.everywhere
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 async def test_the_program_counts_what_a_crash_costs(provider: str, server: DevServer) -> None:
     async with serving(ModelFace(provider)) as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
-        code, out, err = await ended("--provider", provider, "--model", "scripted", env=env)
+        code, out, err = await ended(
+            PROGRAM, "--provider", provider, "--model", "scripted", env=env
+        )
     assert (code, err) == (0, "")
     table = dict(re.findall(r"^([a-z].*?) {2,}([\d,]+ +[\d,]+)$", out, re.MULTILINE))
     counted = {
@@ -426,21 +391,19 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: DevS
     assert out.count("re_0") == 2 and "6 paid answers, 6 are in Event History" in out
 
 
-@pytest.mark.everywhere
 async def test_a_model_that_refunds_nothing_shows_nothing(server: DevServer) -> None:
     async with serving(ModelFace("openai")) as face:
         face.replies = [Reply([("deny", {"text": "it is a test"})])] * 2
         env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
-        code, out, _ = await ended("--provider", "openai", env=env)
+        code, out, _ = await ended(PROGRAM, "--provider", "openai", env=env)
     assert code == 1 and "this compares nothing" in out and len(face.billed) == 2
 
 
-@pytest.mark.everywhere
 async def test_a_wrong_key_ends_the_program_with_one_line(server: DevServer) -> None:
     async with serving(ModelFace("anthropic")) as face:
         env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
         face.api_key = "another"
-        code, _, err = await ended("--provider", "anthropic", env=env)
+        code, _, err = await ended(PROGRAM, "--provider", "anthropic", env=env)
     assert (code, err.count("\n"), len(face.requests)) == (1, 1, 1), err
     assert "401" in err and "check the API key" in err
 
@@ -460,24 +423,21 @@ def test_without_a_key_the_program_says_which(
 async def test_without_the_sdk_the_program_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "openai.py").write_text('raise ModuleNotFoundError("hidden", name="openai")')
     env = {"OPENAI_API_KEY": KEY, "PYTHONPATH": str(tmp_path)}
-    code, out, err = await ended("--provider", "openai", env=env)
+    code, out, err = await ended(PROGRAM, "--provider", "openai", env=env)
     assert (code, out, err.count("\n")) == (1, "", 1) and "pip install -e '.[model]'" in err
 
 
-@pytest.mark.everywhere
 async def test_no_process_that_is_killed_has_the_key_and_an_interrupt_ends_them_all(
-    server: DevServer,
+    mark: None, server: DevServer
 ) -> None:
-    mark = str(uuid.uuid4())
     async with serving(ModelFace("openai")) as face:
-        face.api_key = f"{KEY}-{mark[::-1]}"
-        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address(), MARK: mark}
-        async with program("--provider", "openai", env=env) as process:
+        face.api_key = f"{KEY}-{uuid.uuid4()}"
+        env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
+        async with program(PROGRAM, "--provider", "openai", env=env) as process:
             assert process.stdout and process.stderr
             while b"decides" not in await process.stdout.readline():
                 pass
-            assert len(alive(mark)) > 1 and len(alive(face.api_key)) == 1
+            assert len(alive(face.api_key)) == 1
             process.send_signal(signal.SIGINT)
             err = (await process.communicate())[1]
     assert process.returncode == 130 and err.strip().count(b"\n") == 0 and b"Traceback" not in err
-    assert alive(mark) == []

@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import pytest
-from conftest import Desk, Quiet, reply
 from test_worker_recipe import profile, started
 
+from desk import Desk, Quiet, reply
 from harness import Child, DevServer
 from refund_agent import Answer, Question, RefundRequest, RefundResult, start_case
 from run_demo import ShopOrder
 
-pytestmark = pytest.mark.everywhere
 SECONDS = 60
 MOST = 200  # cases
 REPLACED = 2  # Workers

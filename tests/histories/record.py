@@ -1,4 +1,6 @@
-"""Record the history that test_replay.py replays: `python tests/record_history.py`.
+"""Record the history that test_10_replay.py replays.
+
+    PYTHONPATH=tests python tests/histories/record.py
 
 Run it only when the loop is meant to change, and read the difference.
 """
@@ -8,11 +10,10 @@ import json
 import re
 from pathlib import Path
 
-from conftest import Desk, Replaying
-
 import harness
+from desk import Desk, Replaying
 
-HISTORY = Path(__file__).parent / "histories" / "escalated.json"
+HISTORY = Path(__file__).with_name("escalated.json")
 
 
 async def record() -> None:

@@ -9,19 +9,17 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-from conftest import Quiet, until
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
 
 import harness
+from desk import Quiet, until
 from fake_stripe import StripeError
 from harness import Call, DevServer
 from refund_agent import Answer, Case, Question, start_case
 from run_demo import POLL_SECONDS
 
-pytestmark = pytest.mark.everywhere
 SECONDS = 40.0  # for anything that a child should do
 CREATE = "stripe.v1.refunds.create_async"
 UNDISTURBED = {

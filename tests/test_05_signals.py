@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from conftest import Desk, question_of, reply
 
-from refund_agent import Answer, Case, Question, RefundAgent, Refused, case_id_for, send_answer
-from run_demo import open_question, request_for
+from desk import Desk, question_of, reply
+from refund_agent import Answer, Case, Question, RefundAgent, Refused, send_answer
+from run_demo import open_question
 
 
 async def question_to(case: Case, person: str) -> Question:
@@ -103,11 +103,6 @@ async def test_with_no_worker_alive_answers_are_accepted_until_too_many_wait(des
         assert await open_question(case) == question
         await send_answer(case, Answer(question.id, "yes"))
         assert (await question_to(case, "reviewer")).to == "reviewer"
-
-
-def test_a_case_id_names_the_order_line_and_hides_the_customer() -> None:
-    assert case_id_for(request_for("1234")).startswith("refund-1234-1-")
-    assert "ada" not in case_id_for(request_for("1234"))
 
 
 async def test_progress_names_the_step_and_the_question(desk: Desk) -> None:

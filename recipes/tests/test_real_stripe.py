@@ -1,19 +1,14 @@
 """The official Stripe SDK, over HTTP, against the stand-in; and the recipe that uses it."""
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import test_demo
-from conftest import Desk, Quiet
 from http_face import Answer, serving
 from stripe_http import StripeFace, form
 from temporalio.client import Client, WorkflowExecutionStatus
@@ -22,6 +17,7 @@ from temporalio.exceptions import ApplicationError
 import fake_stripe
 import harness
 import memory_activities
+from desk import ROOT, Desk, Quiet, ended, program
 from fake_stripe import FakeStripe
 from harness import DevServer
 from refund_agent import AgreedRefund, Order, RefundActivities, RefundRequest
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 KEY = "sk_test_canary"
 SOLD = ShopOrder("1", "", "cup", 15_00, 50_00, "ada")
 REQUEST, ORDER_KEY = RefundRequest("1", "ada", "Please refund it."), "refund:1:1"
-mark = test_demo.mark
+RECIPE = ROOT / "recipes" / "real_stripe.py"
 
 
 @dataclass
@@ -464,52 +460,17 @@ async def temporal(server: DevServer) -> Client:
     return await server.client()
 
 
-@asynccontextmanager
-async def recipe(
-    mark: str,
-    face: StripeFace,
-    *arguments: str,
-    key: str = KEY,
-    python: Sequence[str] = (),
-    **environment: str,
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *python,
-        real_stripe.__file__,
-        *arguments,
-        cwd="/",
-        env={
-            **os.environ,
-            test_demo.MARK: mark,
-            "STRIPE_API_KEY": key,
-            "STRIPE_API_BASE": face.url,
-            **environment,
-        },
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+@pytest.fixture
+def environment(real: Real, mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRIPE_API_KEY", KEY)
+    monkeypatch.setenv("STRIPE_API_BASE", real.face.url)
 
 
-async def finished(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
-    out, err = await process.communicate()
-    return process.returncode, out.decode(), err.decode()
-
-
-@pytest.mark.everywhere
 async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
-    mark: str, real: Real, server: DevServer, temporal: Client, tmp_path: Path
+    environment: None, real: Real, server: DevServer, temporal: Client, tmp_path: Path
 ) -> None:
     files = {"XDG_CONFIG_HOME": str(tmp_path), "TEMPORAL_ADDRESS": await server.address()}
-    async with recipe(mark, real.face, **files) as process:
-        code, out, err = await finished(process)
+    code, out, err = await ended(RECIPE, env=files)
     assert (code, err) == (0, "") and KEY not in out and "NOT OBSERVED" not in out
     (refund,) = real.fake.refunds.values()
     payment = real.fake.payments[refund["payment_intent"]]
@@ -527,23 +488,15 @@ async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     assert retried[0].identity != tries[0].identity
 
 
-async def test_a_live_key_is_one_line_and_no_request(mark: str, real: Real) -> None:
-    async with recipe(mark, real.face, key="sk_live_secret") as process:
-        code, out, err = await finished(process)
+async def test_a_live_key_is_one_line_and_no_request(environment: None, real: Real) -> None:
+    code, out, err = await ended(RECIPE, env={"STRIPE_API_KEY": "sk_live_secret"})
     assert (code, out, err.count("\n"), real.face.requests) == (1, "", 1, [])
     assert "STRIPE_API_KEY is not a test-mode key" in err and "secret" not in err
 
 
-async def test_missing_packages_are_one_line(mark: str, real: Real) -> None:
-    async with recipe(mark, real.face, python=("-I", "-S")) as process:
-        code, out, err = await finished(process)
+async def test_missing_packages_are_one_line(environment: None) -> None:
+    code, out, err = await ended("-I", "-S", RECIPE)
     assert (code, out, err.count("\n")) == (1, "", 1) and "pip install -e '.[stripe]'" in err
-
-
-@pytest.fixture
-def environment(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRIPE_API_KEY", KEY)
-    monkeypatch.setenv("STRIPE_API_BASE", real.face.url)
 
 
 async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
@@ -561,23 +514,27 @@ async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
     assert await real_stripe.main(clean=True) == 0 and len(real.fake.refunds) == 2
 
 
-@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
 )
 async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
-    mark: str, real: Real, server: DevServer, temporal: Client, signum: signal.Signals, code: int
+    environment: None,
+    real: Real,
+    server: DevServer,
+    temporal: Client,
+    signum: signal.Signals,
+    code: int,
 ) -> None:
     real.face.script = [passed(), asyncio.Event()]
-    async with recipe(mark, real.face, TEMPORAL_ADDRESS=await server.address()) as process:
-        run = asyncio.create_task(finished(process))
+    async with program(RECIPE, env={"TEMPORAL_ADDRESS": await server.address()}) as process:
+        run = asyncio.create_task(process.communicate())
         while len(real.face.requests) < 2:  # then it waits for the answer to its lookup
             assert not run.done(), await run
             await asyncio.sleep(0.02)
         process.send_signal(signum)
-        ended, out, err = await run
-    assert ended == code and "Traceback" not in err
+        out, err = [printed.decode() for printed in await run]
+    assert process.returncode == code and "Traceback" not in err
     *_, paid = real.fake.payments
     order_id = real.fake.payments[paid]["metadata"]["order_id"]
     assert paid in out and not real.fake.refunds and await cleaned(real) == [(paid, 200_00)]
@@ -586,10 +543,8 @@ async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
     assert (case.status == WorkflowExecutionStatus.TERMINATED) != killed
 
 
-@pytest.mark.everywhere
-async def test_the_recipe_cleans_up(mark: str, real: Real) -> None:
+async def test_the_recipe_cleans_up(environment: None, real: Real) -> None:
     paid = await real_stripe.pay(real.client, "order-1")
-    async with recipe(mark, real.face, "--clean-up") as process:
-        code, out, err = await finished(process)
+    code, out, err = await ended(RECIPE, "--clean-up")
     (refund,) = real.fake.refunds.values()
     assert (code, err, refund["payment_intent"]) == (0, "", paid) and refund["id"] in out

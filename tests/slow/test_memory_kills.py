@@ -13,8 +13,6 @@ from temporalio.client import Client, WorkflowHandle
 
 import memory_activities
 
-pytestmark = pytest.mark.everywhere
-
 
 class Desk:
     """A folder that is the memory, a Workflow that writes to it, and Workers that can die."""

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, Quiet, Replaying, request_for
 from temporalio.client import Client
 from temporalio.converter import default
 
 import fake_xmemory
 import refund_agent
+from desk import Desk, Quiet, Replaying, request_for
 from harness import DevServer
-from refund_agent import HUMAN, Known, Order, Refund, RefundRequest, RefundResult, Step, run_agent
+from refund_agent import HUMAN, Known, Order, Refund, RefundResult, Step, run_agent
 from run_demo import PlainRuntime
 
 
@@ -149,17 +149,6 @@ async def test_a_new_customer_is_recalled_the_next_time(desk: Desk) -> None:
     assert [known.recalled for known in decider.shown] == [None, ("order 1234 line 1: denied",)]
 
 
-async def test_the_latest_cases_of_this_customer_are_recalled_each_once(desk: Desk) -> None:
-    past = "\n".join(f"order {number} line 1: denied" for number in range(20))
-    desk.world.xmemory.put("Customer", {"customer_id": "ada", "past_cases": past})
-    decider = denying()
-    for _ in range(3):
-        await run_plain(desk.world, decider=decider)
-    first, _, last = [known.recalled or () for known in decider.shown]
-    assert first == tuple(past.splitlines()[-refund_agent.MAX_RECALLED :])
-    assert last == (*first[1:], "order 1234 line 1: denied")
-
-
 @pytest.mark.parametrize("broken", [fake_xmemory.connection_lost(), None])
 async def test_a_record_that_was_not_read_is_not_overwritten(
     desk: Desk, broken: fake_xmemory.XmemoryAPIError | None
@@ -189,17 +178,6 @@ async def test_a_refusal_of_the_first_read_says_nothing_about_the_record(
     result = await run_plain(desk.world)
     assert not result.remembered and "the record exists" in result.notice
     assert desk.world.xmemory.tables["Customer"][("customer_id", "ada"),]["past_cases"] == past
-
-
-async def test_two_lines_of_one_order_are_two_lines_in_memory(desk: Desk) -> None:
-    orders = desk.world.shop.orders
-    orders["1234", 2] = orders["1234", 1]
-    decider = denying()
-    for line in (1, 2, 1):  # the first one twice
-        request = RefundRequest("1234", "ada", "Please refund it.", line)
-        await run_agent(request, PlainRuntime(desk.world.remote()))
-    await run_plain(desk.world, decider=decider)
-    assert len(decider.shown[0].recalled or ()) == 3  # with the one from the start
 
 
 async def test_a_plain_process_waits_for_its_write(desk: Desk) -> None:

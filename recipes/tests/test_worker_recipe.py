@@ -19,7 +19,6 @@ from typing import NoReturn
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, Quiet
 from otlp_http import Collector, collecting
 from temporalio import workflow
 from temporalio.api.common.v1 import Payload
@@ -29,6 +28,7 @@ from temporalio.worker import Worker
 
 import harness
 import run_demo
+from desk import Desk, Quiet
 from harness import Child, DevServer
 from recipes import worker as recipe
 from refund_agent import (
@@ -42,7 +42,6 @@ from refund_agent import (
     start_case,
 )
 
-ROOT = Path(__file__).parent.parent
 SECONDS = 60
 CANARY, KEY = "text-canary", "key-canary"
 EXPORTER = "opentelemetry-exporter-otlp-proto-http"
@@ -226,20 +225,17 @@ async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> 
     return fleet
 
 
-@pytest.mark.everywhere
 async def test_a_worker_is_killed_and_the_other_one_refunds_once(fleet: Fleet) -> None:
     assert fleet.result is not None and fleet.result.remembered
     assert fleet.result.outcome == "refund succeeded"
     assert fleet.desk.world.count()["refunds"] == 1
 
 
-@pytest.mark.everywhere
 async def test_a_worker_that_is_told_to_stop_drains_and_exits_with_zero(fleet: Fleet) -> None:
     assert fleet.finished and fleet.exit_code == 0
     assert fleet.output.count("drained and stopped") == 1
 
 
-@pytest.mark.everywhere
 async def test_history_names_the_workers(fleet: Fleet) -> None:
     here, release = socket.gethostname(), "dev"
     first, second = (
@@ -249,7 +245,6 @@ async def test_history_names_the_workers(fleet: Fleet) -> None:
     assert fleet.in_history == {"", first, second}
 
 
-@pytest.mark.everywhere
 async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fleet) -> None:
     logged = lines(fleet.output)
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
@@ -260,7 +255,6 @@ async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fl
     assert len(broken) == 1 and core == broken
 
 
-@pytest.mark.everywhere
 async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> None:
     decisions = "agent_decide_next_step"
     (failed,) = [each for each in lines(fleet.output) if each.get("activity_type") == decisions]
@@ -268,21 +262,18 @@ async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> N
     assert re.search(r"harness\.py:\d+ __call__$", failed["at"])
 
 
-@pytest.mark.everywhere
 async def test_no_customer_text_and_no_key_leaves_the_process(fleet: Fleet) -> None:
     exported = b"".join(fleet.spans.received)
     for secret in (CANARY, KEY):
         assert secret not in fleet.output + fleet.metrics and secret.encode() not in exported
 
 
-@pytest.mark.everywhere
 async def test_metrics_are_served(fleet: Fleet) -> None:
     assert re.search(r'^temporal_\w+{.*activity_type="issue_refund".*} \d+$', fleet.metrics, re.M)
     assert f'task_queue="{fleet.desk.queue}"' in fleet.metrics
 
 
 @needs_tracing
-@pytest.mark.everywhere
 async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet: Fleet) -> None:
     spans = [span for span in fleet.spans.spans() if span.case_id == fleet.case_id]
     trace = [span for span in spans if not span.name.startswith("Handle")]  # Signals and Queries
@@ -294,7 +285,6 @@ async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet
 
 
 @needs_tracing
-@pytest.mark.everywhere
 async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None:
     assert "RunActivity:issue_refund" in fleet.spans.names(f"2-{fleet.desk.queue}")
 

@@ -2,36 +2,19 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from desk import ROOT, ended
 
-import harness
-
-pytestmark = pytest.mark.everywhere
-BENCHMARKS = Path(harness.__file__).parent / "benchmarks"
 SECONDS = 60
 
 
 async def last_line(script: str, *arguments: str) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(BENCHMARKS / script),
-        *arguments,
-        cwd="/",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-    assert process.returncode == 0, output.decode()
-    counted: dict[str, Any] = json.loads(output.splitlines()[-1])
+    async with asyncio.timeout(SECONDS):
+        code, out, err = await ended(ROOT / "benchmarks" / script, *arguments)
+    assert code == 0, err
+    counted: dict[str, Any] = json.loads(out.splitlines()[-1])
     return counted
 
 

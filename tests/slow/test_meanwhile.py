@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import Quiet
 
+from desk import Quiet
 from harness import Child, DevServer
 from refund_agent import HUMAN, RefundResult
 
-pytestmark = pytest.mark.everywhere
 DECIDED = "after agent_decide_next_step 5"  # the refund of order 1234 is decided, not yet ordered
 
 

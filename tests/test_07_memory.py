@@ -88,10 +88,6 @@ def patiently(memory: WorkflowMemory) -> Awaitable[Any]:
     return memory.write_durable(TEXT)
 
 
-def impatiently(memory: WorkflowMemory) -> Awaitable[Any]:
-    return memory.write_durable(TEXT, max_wait=SECOND)
-
-
 # --- The handle ----------------------------------------------------------------------------------
 
 
@@ -153,21 +149,6 @@ async def test_wrong_arguments_fail_the_workflow_instead_of_hanging_it(client: C
     xmemory.put("Person", dict(ROW))  # a refused create would count as done, but not beside a text
     types = await asyncio.gather(*(fails(client, xmemory, use) for use in WRONG.values()))
     assert types == ["XmemoryBadRequest"] * len(WRONG) and set(xmemory.calls) == {"read"}
-
-
-async def test_rows_of_another_read_mode_are_a_failure_too(client: Client) -> None:
-    async def rows(memory: WorkflowMemory) -> Any:
-        return (await memory.read("Person")).rows()
-
-    assert await fails(client, FakeXmemory({}), rows) == "XmemoryBadRequest"
-
-
-async def test_what_event_history_cannot_hold_is_refused_on_both_ways(client: Client) -> None:
-    xmemory, novel = FakeXmemory({}), "é" * 300_000
-    xmemory.put("Person", PERSON | {"fact": novel})
-    assert await fails(client, xmemory, lambda it: it.write_durable(novel)) == "XmemoryTooLarge"
-    assert await fails(client, xmemory, lambda it: it.read("Person")) == "XmemoryTooLarge"
-    assert xmemory.calls == ["read"]
 
 
 async def test_a_cancel_of_the_workflow_stays_a_cancel(client: Client) -> None:
@@ -234,26 +215,6 @@ async def test_a_write_that_xmemory_does_not_know_is_final(client: Client) -> No
     assert xmemory.counts()["write_status"] == 1
 
 
-@pytest.mark.everywhere
-@pytest.mark.parametrize("alive", [True, False])
-async def test_a_write_that_never_ends_is_a_timeout_with_the_id_to_ask_again(
-    client: Client, alive: bool
-) -> None:
-    xmemory, queue = FakeXmemory({}), str(uuid.uuid4())
-    xmemory.paused = True
-    async with worker(client, queue, xmemory):
-        handle = await start(client, queue, impatiently)
-        while not xmemory.counts()["write_status"]:
-            await asyncio.sleep(0.02)
-        if alive:
-            failure = await failed(handle.result())
-    if not alive:
-        await asyncio.sleep(1.2)  # no Worker is there at the deadline
-        async with worker(client, queue, xmemory):
-            failure = await failed(handle.result())
-    assert (failure.type, failure.details[0]) == ("XmemoryWriteTimeout", {"write_id": "w00001"})
-
-
 # --- Lost answers --------------------------------------------------------------------------------
 
 
@@ -298,15 +259,6 @@ async def test_a_text_whose_answer_was_lost_is_not_sent_again(client: Client, me
     use: Use = lambda it: getattr(it, method)(TEXT)  # noqa: E731
     assert await fails(client, xmemory, use) == "XmemoryWriteUncertain"
     assert xmemory.counts() == {called: 1}
-
-
-@pytest.mark.everywhere
-async def test_a_text_whose_attempt_ran_out_of_time_is_not_sent_again(client: Client) -> None:
-    xmemory = FakeXmemory({})
-    xmemory.paused = True
-    use: Use = lambda _: WorkflowMemory(write_timeout=SECOND).write(TEXT)  # noqa: E731
-    assert await fails(client, xmemory, use) == "XmemoryWriteUncertain"
-    assert xmemory.counts() == {"write": 1}
 
 
 async def test_sending_it_again_would_have_forked_the_person(client: Client) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import pytest_asyncio
 from http_face import serving
 from xmemory_http import XmemoryFace
 
+from desk import ROOT
 from fake_xmemory import FakeXmemory
 from harness import HarnessError
 
@@ -23,7 +23,7 @@ xmemory = pytest.importorskip(
 
 from recipes.real_memory import NAME, SCHEMA, conflicts, find_or_create, main  # noqa: E402
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "real_memory.py"
+RECIPE = ROOT / "recipes" / "real_memory.py"
 KEY = "key-canary"
 
 
@@ -63,7 +63,6 @@ async def refused() -> str:
     return str(caught.value)
 
 
-@pytest.mark.everywhere
 async def test_the_program_makes_the_instance_and_run_again_finds_it(face: XmemoryFace) -> None:
     code, first, errors = await run()
     assert (code, errors) == (0, "")
@@ -182,7 +181,6 @@ async def test_what_is_wrong_with_the_environment_is_one_line(
     assert said.startswith(line) and "canary" not in said
 
 
-@pytest.mark.everywhere
 def test_without_the_client_the_program_says_what_to_install() -> None:
     without = "import sys, runpy; sys.modules['xmemory'] = None; runpy.run_path(sys.argv[1])"
     ran = subprocess.run(

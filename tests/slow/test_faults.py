@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
-from conftest import Desk, Quiet, Unsandboxed, request_for
 
 import fake_stripe
 import fake_xmemory
 import refund_agent
+from desk import Desk, Quiet, Unsandboxed, request_for
 from fake_xmemory import XmemoryAPIError
 from harness import DevServer
 from refund_agent import HUMAN, RefundResult

@@ -11,11 +11,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Desk
 from temporalio import activity, workflow
 from temporalio.api.common.v1 import Payload
 from temporalio.api.enums.v1 import EventType
@@ -26,6 +24,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import Replayer, Worker
 
 import run_demo
+from desk import ROOT, Desk
 from harness import DevServer
 from memory_activities import MemoryActivities
 from refund_agent import Case, RefundAgent
@@ -42,7 +41,7 @@ from recipes.encryption import (  # noqa: E402
     encrypting,
 )
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "encryption.py"
+RECIPE = ROOT / "recipes" / "encryption.py"
 A = base64.b64encode(b"a" * 32).decode()
 B = base64.b64encode(b"b" * 32).decode()
 OLD, NEW, ROTATED = f"old-key:{A}", f"new-key:{B}", f"new-key:{B}, old-key:{A}"
@@ -130,7 +129,6 @@ async def test_an_exported_history_shows_no_text_of_the_customer(server: DevServ
     assert await (await case.describe()).memo_value("customer_id") == "ada"
 
 
-@pytest.mark.everywhere
 async def test_without_the_codec_it_shows_all_of_them(server: DevServer) -> None:
     desk, case = await case_of(server, DataConverter.default)
     exported = text_of(await case.fetch_history())
@@ -225,7 +223,6 @@ async def test_the_reason_of_a_terminate_is_in_clear_and_its_details_are_not(
     assert f'"{id}"' in (await handle.fetch_history()).to_json()  # the Task Queue
 
 
-@pytest.mark.everywhere
 async def test_messages_of_failures_need_their_own_converter(server: DevServer) -> None:
     codec_alone = DataConverter(payload_codec=EncryptionCodec(OLD))
     async with talking(await connected(server, codec_alone)) as handle:
@@ -255,7 +252,6 @@ async def opened(server: DevServer, keys: str) -> tuple[Desk, Case]:
     return desk, case
 
 
-@pytest.mark.everywhere
 async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: DevServer) -> None:
     desk, case = await opened(server, OLD)
     mine, desk.client = desk.client, await connected(server, encrypting(NEW))
@@ -268,7 +264,6 @@ async def test_without_the_key_a_case_stands_still_and_with_it_goes_on(server: D
     assert desk.world.count()["refunds"] == 1
 
 
-@pytest.mark.everywhere
 async def test_an_activity_without_the_key_is_tried_again(server: DevServer) -> None:
     desk = Desk(await connected(server, encrypting(OLD)))
     case, keyless = await desk.start(), await connected(server, encrypting(NEW))
@@ -372,14 +367,12 @@ def test_malformed_keys_are_refused_and_not_shown(keys: str, entry: int) -> None
     assert A[:8] not in str(refused.value) and B[:8] not in str(refused.value)
 
 
-@pytest.mark.everywhere
 def test_the_recipe_shows_it() -> None:
     ran = subprocess.run([sys.executable, str(RECIPE)], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "in which 4 of 4 texts" in ran.stdout and "in which 0 of 4 texts" in ran.stdout
 
 
-@pytest.mark.everywhere
 def test_without_the_library_the_recipe_says_what_to_install() -> None:
     without = "import sys, runpy; sys.modules['cryptography'] = None; runpy.run_path(sys.argv[1])"
     ran = subprocess.run(

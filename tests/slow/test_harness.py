@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 import harness
+from desk import ROOT
 from harness import Child, HarnessError, World, announced, child
 
 HERE = Path(__file__).parent
@@ -204,7 +205,7 @@ def group(pid: int) -> list[int]:
     ],
 )
 async def test_a_parent_takes_children_and_server_along(number: signal.Signals, code: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -235,9 +236,7 @@ async def test_a_parent_takes_children_and_server_along(number: signal.Signals, 
 )
 def test_a_program_ends_with_its_exit_code(program: str, code: int, line: str) -> None:
     text = f"import harness\nasync def main():\n    {program}\nharness.run(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", text], cwd=HERE.parent, capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, line)
 
 

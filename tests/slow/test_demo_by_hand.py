@@ -1,0 +1,60 @@
+"""A person at the demo: who kills, who answers, and who interrupts it."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from desk import ROOT, ended, program
+from harness import DevServer
+
+DEMO = ROOT / "run_demo.py"
+pytestmark = pytest.mark.usefixtures("mark")
+
+
+@pytest.mark.parametrize("seconds", [4, 70])  # longer than a heartbeat timeout; than an attempt
+async def test_a_person_kills_it_by_hand(seconds: int) -> None:
+    parent, terminal = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(DEMO), "--by-hand", stdin=terminal, stdout=-1, stderr=-1
+    )
+    assert process.stdout and process.stderr
+    kills = 0
+    while line := (await process.stdout.readline()).decode():
+        if found := re.search(r"kill -9 (\d+)", line):
+            await asyncio.sleep(seconds if kills else 0)  # the first process has no retry
+            kills += 1
+            os.kill(int(found[1]), signal.SIGKILL)
+    os.close(parent)
+    os.close(terminal)
+    assert (await process.stderr.read(), await process.wait()) == (b"", 0)
+    assert kills == 2
+
+
+async def test_a_person_answers_and_then_leaves(server: DevServer) -> None:
+    env = {"TEMPORAL_ADDRESS": await server.address(), "PYTHONIOENCODING": "ascii"}
+    code, out, err = await ended(DEMO, "--ask", env=env, typed="\nZoë\n")
+    assert "please type an answer" in out and "What was damaged?" in out
+    assert (code, err.strip()) == (1, "The input ended before the case did.")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "moment"),
+    [(signal.SIGTERM, 143, b"2. With"), (signal.SIGINT, 130, b"SIGKILL")],
+)
+async def test_an_interrupt_at_any_moment_cleans_up(
+    number: signal.Signals, code: int, moment: bytes
+) -> None:
+    async with program(DEMO) as process:
+        assert process.stdout
+        while moment not in await process.stdout.readline():
+            pass
+        process.send_signal(number)
+        started = time.monotonic()
+        err = (await process.communicate())[1].strip()
+    assert process.returncode == code and time.monotonic() - started < 5
+    assert err.count(b"\n") == 0 and b"Traceback" not in err

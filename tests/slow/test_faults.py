@@ -23,7 +23,6 @@ ATTEMPTS = 3  # before a step is given up, in the rows that a human ends
 GIVEN_UP = timedelta(seconds=1)  # how long an attempt may take
 UNSEEN = "Memory may not have this case: "
 LOST, LIMITED = fake_stripe.connection_lost(), fake_stripe.rate_limited()
-IN_USE = fake_stripe.StripeError("in use", 409, "invalid_request_error", "idempotency_key_in_use")
 NO_MEMORY = fake_xmemory.connection_lost()
 QUOTA = XmemoryAPIError("enough", status=402, code="QUOTA_EXCEEDED")
 BUSY = XmemoryAPIError("slow down", status=429, code="RATE_LIMITED", retry_after=1)
@@ -88,7 +87,6 @@ class Row(NamedTuple):
 
 ROWS = {
     "429, twice": Row(stripe(LIMITED, times=2), SUCCEEDED, 3, 1),
-    "409, key in use, twice": Row(stripe(IN_USE, times=2), SUCCEEDED, 3, 1),
     "500 after it acted": Row(stripe(fake_stripe.server_error(), acted=True), SUCCEEDED, 1, 1),
     "it hangs before it acts": Row(hanging("before"), SUCCEEDED, None, 1),
     "it hangs after it acted": Row(hanging("after"), SUCCEEDED, 1, 1),
@@ -111,9 +109,6 @@ ROWS = {
     "memory is down at recall": Row(
         memory(NO_MEMORY, "read"), SUCCEEDED, 1, 1, f"{UNSEEN}xmemory did not answer.", False
     ),
-    "memory is over quota at recall": Row(
-        memory(QUOTA, "read"), SUCCEEDED, 1, 1, f"{UNSEEN}an xmemory quota is used up.", False
-    ),
     "memory is busy at recall": Row(
         memory(BUSY, "read"),
         SUCCEEDED,
@@ -121,9 +116,6 @@ ROWS = {
         1,
         f"{UNSEEN}xmemory asked to slow down.",
         False,
-    ),
-    "memory is busy at remember": Row(
-        memory(BUSY, "write_async"), SUCCEEDED, 1, 1, f"{UNSEEN}xmemory asked to slow down.", False
     ),
     "memory is over quota at remember": Row(
         memory(QUOTA, "write_async"),

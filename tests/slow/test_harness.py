@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import harness
 from desk import ROOT
 from harness import Child, HarnessError, World, announced, child
 
-HERE = Path(__file__).parent
 SECONDS = 20.0  # for a child that is expected to do something
 MANY = 500
 
@@ -205,7 +203,7 @@ def group(pid: int) -> list[int]:
     ],
 )
 async def test_a_parent_takes_children_and_server_along(number: signal.Signals, code: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -1,92 +1,94 @@
-"""What becomes of a write when its Worker is killed. The Worker is `bare_worker.py`."""
+"""What becomes of a write when its Worker is killed. The Worker knows nothing of the agent."""
 
 import asyncio
-import shutil
 import sys
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from temporalio.client import Client, WorkflowHandle
+from temporalio import workflow
+from temporalio.client import Client
+from temporalio.worker import Worker
 
-import memory_activities
+from harness import World, child
+from memory_activities import MemoryActivities, create, memory_for_workflow
 
-
-class Desk:
-    """A folder that is the memory, a Workflow that writes to it, and Workers that can die."""
-
-    def __init__(self, client: Client, folder: Path) -> None:
-        self.client, self.folder, self.queue = client, folder, str(uuid.uuid4())
-        for file in (memory_activities.__file__, Path(__file__).with_name("bare_worker.py")):
-            shutil.copy(file, folder)
-
-    async def start(self, method: str) -> WorkflowHandle[object, str]:
-        return await self.client.start_workflow(
-            "Remember", method, id=self.queue, task_queue=self.queue, result_type=str
-        )
-
-    @asynccontextmanager
-    async def worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        address = self.client.service_client.config.target_host
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(self.folder / "bare_worker.py"),
-            address,
-            self.queue,
-            stdin=asyncio.subprocess.PIPE,
-            env={},
-        )
-        try:
-            yield child
-        finally:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
-
-    def calls(self) -> list[str]:
-        calls = self.folder / "calls"
-        return calls.read_text().split() if calls.exists() else []
-
-    async def until(self, call: str) -> None:
-        async with asyncio.timeout(30):
-            while call not in self.calls():
-                await asyncio.sleep(0.05)
+SECONDS = 30  # for whatever a Worker is expected to do
+BEAT = timedelta(seconds=1)
 
 
-@pytest.fixture
-def desk(client: Client, tmp_path: Path) -> Desk:
-    return Desk(client, tmp_path)
+class Memory(World):
+    """Stands where the client of xmemory is. A job is finished once `finished` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finished, self.polled, self.may_answer = (asyncio.Event() for _ in range(3))
+        self.may_answer.set()
+
+    def count(self, method: str) -> int:
+        return sum(call.path == method for call in self.calls)
+
+    async def write(self, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(2 * BEAT.total_seconds())  # two heartbeat timeouts
+        return SimpleNamespace(write_id="w1")
+
+    async def write_async(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(write_id="w2")
+
+    async def write_status(self, write_id: str, **_: Any) -> Any:
+        self.polled.set()
+        await self.may_answer.wait()
+        status = "completed" if self.finished.is_set() else "applying"
+        return SimpleNamespace(write_id=write_id, write_status=status)
 
 
-@pytest.mark.parametrize("kill", ["never", "inside a poll", "between polls"])
-async def test_a_killed_wait_for_a_write_is_only_later(desk: Desk, kill: str) -> None:
-    handle = await desk.start("write_durable")
+@workflow.defn
+class Remember:
+    @workflow.run
+    async def run(self, method: str) -> str:
+        memory = memory_for_workflow(heartbeat_timeout=BEAT, first_poll=BEAT, slowest_poll=BEAT)
+        person = create("Person", {"name": "Ann"}, {"likes": "tea"})
+        return str((await getattr(memory, method)(structured_mutations=[person])).write_id)
+
+
+async def bare_worker(remote: Any, address: str, task_queue: str) -> None:
+    assert "refund_agent" not in sys.modules
+    await Worker(
+        await Client.connect(address),
+        task_queue=task_queue,
+        workflows=[Remember],
+        activities=MemoryActivities(remote).all(),
+        max_cached_workflows=0,  # else a Workflow Task waits for the Worker that was killed
+    ).run()
+
+
+@pytest.mark.parametrize("kill", ["inside a poll", "between polls"])
+async def test_a_killed_wait_for_a_write_is_only_later(client: Client, kill: str) -> None:
+    memory, queue = Memory(), str(uuid.uuid4())
+    address = client.service_client.config.target_host
+    job = "the Worker", "test_memory_kills:bare_worker", address, queue
     if kill == "inside a poll":
-        async with desk.worker() as first:
-            await desk.until("write_async")
-            (desk.folder / "hold").touch()
-            await asyncio.sleep(1.5)  # longer than a poll: one of them is held
-            first.kill()
-        (desk.folder / "hold").unlink()
-    if kill == "between polls":
-        async with desk.worker() as first:
-            await desk.until("write_status")
-            first.kill()
-    async with desk.worker():
-        if kill == "never":
-            await desk.until("write_status")
-        (desk.folder / "go").touch()
-        async with asyncio.timeout(30):
-            assert await handle.result() == "w2"
-    assert desk.calls().count("write_async") == 1
-    assert len((await handle.fetch_history()).events) <= 18
+        memory.may_answer.clear()
+    case = await client.start_workflow(Remember.run, "write_durable", id=queue, task_queue=queue)
+    async with child(*job, world=memory) as first:
+        await first.until(memory.polled, SECONDS, "its first poll")
+        await first.kill()
+    memory.finished.set()
+    memory.may_answer.set()
+    async with child(*job, world=memory):
+        assert await asyncio.wait_for(case.result(), SECONDS) == "w2"
+    assert memory.count("write_async") == 1 < memory.count("write_status")
+    assert len((await case.fetch_history()).events) <= 18
 
 
-async def test_memory_copied_alone_heartbeats_on_a_bare_worker(desk: Desk) -> None:
-    handle = await desk.start("write")
-    async with desk.worker():
-        async with asyncio.timeout(30):
-            assert await handle.result() == "w1"
-    assert desk.calls() == ["write"]  # without beats there would have been a second attempt
+async def test_a_write_that_lasts_longer_than_the_heartbeat_timeout_is_sent_once(
+    client: Client,
+) -> None:
+    memory, queue = Memory(), str(uuid.uuid4())
+    address = client.service_client.config.target_host
+    case = await client.start_workflow(Remember.run, "write", id=queue, task_queue=queue)
+    async with child("the Worker", "test_memory_kills:bare_worker", address, queue, world=memory):
+        assert await asyncio.wait_for(case.result(), SECONDS) == "w1"
+    assert memory.count("write") == 1  # without beats there would have been a second attempt

@@ -1,4 +1,5 @@
-"""More than one death: the new Worker's, a Worker that only slept, the Temporal server's own."""
+"""More deaths: the new Worker's too, a stock Worker's, that of a Worker that only slept, the
+Temporal server's own."""
 
 import asyncio
 import os
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.plugin import SimplePlugin
 from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
 
 import harness
 from desk import Quiet, until
 from fake_stripe import StripeError
-from harness import Call, DevServer
-from refund_agent import Answer, Case, Question, start_case
-from run_demo import POLL_SECONDS
+from harness import AnnounceActivities, Call, DevServer
+from refund_agent import Answer, Case, Question, RefundActivities, build_worker, start_case
+from run_demo import POLL_SECONDS, connect
 
 SECONDS = 40.0  # for anything that a child should do
 CREATE = "stripe.v1.refunds.create_async"
@@ -167,6 +169,36 @@ async def next_attempt(case: Case) -> None:
             if pending.attempt > 1 and pending.state == started:
                 return
         await asyncio.sleep(POLL_SECONDS)
+
+
+# --- As people run it ---------------------------------------------------------------------------
+
+
+async def stock_worker(remote: Any, address: str, queue: str) -> None:
+    """What people who copy will run."""
+    announcing = SimplePlugin("announcing", interceptors=[AnnounceActivities(remote)])
+    client = await connect(address, plugins=[announcing])
+    activities = RefundActivities(remote.stripe, remote.shop, remote.decide)
+    await build_worker(client, queue, activities, remote.xmemory).run()
+
+
+async def test_a_stock_server_and_the_default_cache_only_take_longer() -> None:
+    """Killed before the refund, with the reviewer's approval in."""
+    async with harness.dev_server() as server:
+        world = Quiet("1235")
+        trapped = world.arm("before issue_refund")
+        job = ("the Worker", "test_overlap:stock_worker", await server.address(), world.name)
+        case = await start_case(await server.client(), world.request, task_queue=world.name)
+        async with world.attending(case):
+            async with harness.child(*job, world=world) as first:
+                await first.until(trapped, SECONDS, "the refund")
+                await first.kill()
+            async with harness.child(*job, world=world) as second:
+                await second.until(world.ended, SECONDS, "the result")
+    count = world.count()
+    assert world.result and world.result.outcome == "refund succeeded" and world.result.remembered
+    assert (count["questions to the customer"], count["questions to the reviewer"]) == (2, 1)
+    assert (count["refunds"], count["cases remembered"]) == (1, 1)
 
 
 # --- The server's own death ----------------------------------------------------------------------

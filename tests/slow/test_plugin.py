@@ -14,6 +14,7 @@ from temporalio import workflow
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from desk import ROOT
 from fake_xmemory import FakeXmemory
 from memory_activities import XmemoryPlugin, memory_for_workflow
 
@@ -102,7 +103,7 @@ def test_a_variable_that_is_missing_or_malformed_is_named_when_the_plugin_is_mad
 async def test_the_example_of_the_readme_works(
     client: Client, connections: Connections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (code,) = [block for block in blocks if "XmemoryPlugin" in block]
     (tmp_path / "readme_example.py").write_text(code)

@@ -1,24 +1,18 @@
 """The picture of the README is drawn from a run, and an `<img>` can show it in both schemes."""
 
-import asyncio
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
+from desk import ROOT, ended
 
-import harness
-
-pytestmark = pytest.mark.everywhere
-SCRIPT = Path(harness.__file__).parent / "benchmarks" / "picture.py"
 SVG = "{http://www.w3.org/2000/svg}"
 MAX_BYTES = 30_000
 
 
 async def test_the_picture_is_drawn_from_a_run(tmp_path: Path) -> None:
     file = tmp_path / "crash.svg"
-    process = await asyncio.create_subprocess_exec(sys.executable, str(SCRIPT), str(file))
-    assert await process.wait() == 0
+    code, _, err = await ended(ROOT / "benchmarks" / "picture.py", file)
+    assert code == 0, err
     drawn = file.read_text()
     picture = ElementTree.fromstring(drawn)
     assert picture.findtext(f"{SVG}title") and picture.findtext(f"{SVG}desc")

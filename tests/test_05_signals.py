@@ -1,7 +1,6 @@
 """A Signal may hold anything. None stops a case, none counts twice, and none but a reviewer's
 approval approves."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -88,21 +87,6 @@ async def test_the_first_review_counts(desk: Desk) -> None:
             await case.signal("review", Answer(review.id, "note", approve))
         result = await case.result()
     assert (result.outcome, result.notice) == ("denied", "note")
-
-
-async def test_with_no_worker_alive_answers_are_accepted_until_too_many_wait(desk: Desk) -> None:
-    async with waiting(desk, "customer") as (case, question):
-        pass
-    for _ in range(20):
-        await asyncio.gather(
-            *(case.signal("answer", Answer("customer-9-x", "x")) for _ in range(50))
-        )
-    with pytest.raises(Refused, match="too many messages wait"):
-        await send_answer(case, Answer(question.id, "yes"))
-    async with desk.worker():
-        assert await open_question(case) == question
-        await send_answer(case, Answer(question.id, "yes"))
-        assert (await question_to(case, "reviewer")).to == "reviewer"
 
 
 async def test_progress_names_the_step_and_the_question(desk: Desk) -> None:

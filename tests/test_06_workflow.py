@@ -211,7 +211,7 @@ async def test_the_customer_hears_of_the_refund_while_memory_does_not_answer(des
 async def test_no_secret_no_error_text_and_no_other_customer_is_in_history(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, broken = desk.world, [RuntimeError("CANARY")] * 2
+    world, broken = desk.world, [RuntimeError("CANARY")]
 
     async def model(known: Known) -> object:
         if broken:
@@ -219,7 +219,7 @@ async def test_no_secret_no_error_text_and_no_other_customer_is_in_history(
         return refund_agent.decide(known)
 
     monkeypatch.setattr(world, "decide", model)
-    world.stripe.fail_next(fake_stripe.StripeError("CANARY", 429), times=2)
+    world.stripe.fail_next(fake_stripe.StripeError("CANARY", 429))
     world.stripe.api_key = "sk_test_CANARY"
     refused = fake_xmemory.XmemoryAPIError("CANARY", status=400, code="INVALID_INPUT")
     world.xmemory.fail_next(refused, method="write_async")

@@ -2,15 +2,12 @@
 
 import asyncio
 import re
-import signal
 import sys
-import time
 
 import pytest
 
 import run_demo
 from desk import ROOT, ended, program
-from harness import DevServer
 from refund_agent import RefundResult
 
 DEMO = ROOT / "run_demo.py"
@@ -51,21 +48,6 @@ def test_a_case_in_the_record_of_another_customer_is_not_counted() -> None:
 def test_a_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     run_demo.Plain("1234").say("customer", "a\x1b[2Jb\rc\nd\u202ee")
     assert capsys.readouterr().out.strip() == "customer  a?[2Jb?c?d?e"
-
-
-async def test_an_interrupt_cleans_up(server: DevServer) -> None:
-    async with program(DEMO, env={"TEMPORAL_ADDRESS": await server.address()}) as process:
-        assert process.stdout
-        while b"no Worker is alive" not in await process.stdout.readline():
-            pass
-        process.send_signal(signal.SIGHUP)  # its terminal is gone
-        err = (await process.communicate())[1].strip()
-    assert process.returncode == 129 and err.count(b"\n") == 0 and b"Traceback" not in err
-    client, started = await server.client(), time.monotonic()
-    ours = "WorkflowId STARTS_WITH 'demo-' AND ExecutionStatus = 'Running'"
-    while (await client.count_workflows(ours)).count:  # visibility is a little behind
-        assert time.monotonic() - started < 10
-        await asyncio.sleep(0.1)
 
 
 async def test_a_reader_who_leaves_is_no_error() -> None:

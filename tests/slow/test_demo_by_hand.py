@@ -58,3 +58,18 @@ async def test_an_interrupt_at_any_moment_cleans_up(
         err = (await process.communicate())[1].strip()
     assert process.returncode == code and time.monotonic() - started < 5
     assert err.count(b"\n") == 0 and b"Traceback" not in err
+
+
+async def test_a_lost_terminal_leaves_no_open_case(server: DevServer) -> None:
+    async with program(DEMO, env={"TEMPORAL_ADDRESS": await server.address()}) as process:
+        assert process.stdout
+        while b"no Worker is alive" not in await process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGHUP)  # its terminal is gone
+        err = (await process.communicate())[1].strip()
+    assert process.returncode == 129 and err.count(b"\n") == 0 and b"Traceback" not in err
+    client, started = await server.client(), time.monotonic()
+    ours = "WorkflowId STARTS_WITH 'demo-' AND ExecutionStatus = 'Running'"
+    while (await client.count_workflows(ours)).count:  # visibility is a little behind
+        assert time.monotonic() - started < 10
+        await asyncio.sleep(0.1)

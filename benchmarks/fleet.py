@@ -16,12 +16,10 @@ which a new Worker would have to replay the case.) Customers and stand-ins live 
 decider is the fixed policy.
 
 CPU is what the server and the Workers used, killed ones too, from when the first Worker was ready
-until all agents had ended. It and agents a second say little without the speed of the machine, so
-without kills as many of `prototype.py` run on the same server, as many at a time and in the default
-sandbox, half of them before the agents and half of them after them. Recovery is the time from the
-kill of the Worker that an agent's last decision was made for, to its next decision: the death is
-noticed, the dead Worker's own queue is given up (after the SDK's 10 seconds), a new Worker has
-started, and it is this agent's turn.
+until all agents had ended. It depends on the machine: compare two runs of one hour. Recovery is the
+time from the kill of the Worker that an agent's last decision was made for, to its next decision:
+the death is noticed, the dead Worker's own queue is given up (after the SDK's 10 seconds), a new
+Worker has started, and it is this agent's turn.
 
 Exits with 1 if a count is wrong, or if a call came again without a kill: a Worker with too much in
 flight is too busy to heartbeat in time.
@@ -36,26 +34,21 @@ import py_compile
 import statistics
 import sys
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
-import anyio.abc
 from temporalio.client import Client, WorkflowFailureError
-from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness
-import prototype
 import refund_agent
 import run_demo
-from harness import Call, DevServer, World
+from harness import Call, DevServer
 from refund_agent import (
     Answer,
     Case,
@@ -74,16 +67,6 @@ STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
 PROGRESS_SECONDS = 10.0
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
-
-
-class Used(NamedTuple):
-    """What some agents took."""
-
-    agents: int
-    events: int
-    seconds: float
-    server: float  # CPU seconds
-    workers: float
 
 
 def cpu_seconds(pid: int) -> float:
@@ -116,50 +99,6 @@ async def work(remote: Any, temporal: str, queue: str, imported_once: bool) -> N
     async with refund_agent.build_worker(client, queue, steps, remote.xmemory):
         await remote.polls(os.getpid())
         await asyncio.Event().wait()
-
-
-async def work_prototype(remote: Any, temporal: str, queue: str) -> None:
-    client = await run_demo.connect(temporal)
-    async with Worker(
-        client,
-        task_queue=queue,
-        workflows=[prototype.Prototype],
-        activities=[
-            prototype.choose,
-            prototype.find_order,
-            prototype.find_customer,
-            prototype.refund,
-        ],
-    ):
-        await asyncio.Event().wait()
-
-
-async def run_prototypes(server: DevServer, count: int, in_flight: int) -> Used:
-    client, pid, queue = await server.client(), server_pid(server), str(uuid.uuid4())
-    places = anyio.Semaphore(in_flight)
-
-    async def run(order_id: str) -> int:
-        async with places:
-            request = prototype.Request(order_id, "customer", "Please refund my order.")
-            case = await client.start_workflow(
-                prototype.Prototype.run,
-                request,
-                id=f"{queue}-{order_id}",
-                task_queue=queue,
-                start_signal="answer",
-                start_signal_args=["Yes."],
-            )
-            await case.signal(prototype.Prototype.answer, "The lid is cracked.")
-            await case.result()
-            return (await case.describe()).history_length
-
-    job = ("a prototype's Worker", "fleet:work_prototype", await server.address(), queue)
-    async with harness.child(*job, world=World()) as worker:
-        await asyncio.wait_for(run("warm-up"), START_SECONDS)
-        before = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
-        events = await asyncio.gather(*(run(f"{number}") for number in range(count)))
-        after = time.monotonic(), cpu_seconds(pid), cpu_seconds(worker.pid)
-    return Used(count, sum(events), *(b - a for a, b in zip(before, after, strict=True)))
 
 
 async def reply(question: Question) -> Answer:
@@ -257,14 +196,9 @@ class Fleet(run_demo.Durable):
 
 
 async def run(options: argparse.Namespace) -> int:
-    for file in (refund_agent.__file__, prototype.__file__):
-        with suppress(OSError):  # the sandbox imports them again and again; from source, slowly
-            py_compile.compile(file)
-    half = partial(run_prototypes, count=-(-options.agents // 2), in_flight=options.in_flight)
-    prototypes = list[Used]()
+    with suppress(OSError):  # the sandbox imports it again and again; from source, slowly
+        py_compile.compile(refund_agent.__file__)
     async with harness.dev_server(*harness.FAST_TIMERS) as server:
-        if options.kill_every is None:
-            prototypes.append(await half(server))
         fleet, pid = Fleet(options, await server.client()), server_pid(server)
         telling = fleet.begin(fleet.say_how_far())
         async with asyncio.TaskGroup() as workers:
@@ -272,45 +206,15 @@ async def run(options: argparse.Namespace) -> int:
                 work = fleet.keep_worker(await server.address(), options.imported_once)
                 workers.create_task(work)
             await fleet.ready.wait()
-            before = time.monotonic(), cpu_seconds(pid), time.process_time()
+            before = time.monotonic(), cpu_seconds(pid)
             ended = await asyncio.gather(*map(fleet.live, fleet.requests))
-            after = time.monotonic(), cpu_seconds(pid), time.process_time()
+            after = time.monotonic(), cpu_seconds(pid)
             fleet.ended.set()
         telling.cancel()
-        if prototypes:
-            prototypes.append(await half(server))
-    seconds, server_cpu, parent_cpu = (b - a for a, b in zip(before, after, strict=True))
-    events = sum(events for _, events, _ in ended)
-    used = Used(len(ended), events, seconds, server_cpu, fleet.worker_cpu)
-    print(f"CPU per event, this process {parent_cpu / events * 1000:.2f} ms")
-    return report(fleet, ended, used, compare(used, prototypes))
+    return report(fleet, ended, after[0] - before[0], after[1] - before[1])
 
 
-def compare(used: Used, prototypes: Sequence[Used]) -> float | None:
-    """Print CPU per event; n/a where there is no /proc. Agents a second, those of the prototype
-    being 1; None without a prototype."""
-    yard = Used(*map(sum, zip(*prototypes, strict=True))) if prototypes else None
-    for who in ("server", "workers"):
-        line = f"CPU per event, {who:7} {each(used, who):.2f} ms"
-        if yard:
-            halves = " and ".join(f"{each(half, who):.2f}" for half in prototypes)
-            line += f"; of the prototype {halves} ms, ratio {each(used, who) / each(yard, who):.2f}"
-        print(line.replace("nan", "n/a"))
-    if yard is None:
-        return None
-    speeds = " and ".join(f"{half.agents / half.seconds:.2f}" for half in prototypes)
-    ratio = used.agents / used.seconds / (yard.agents / yard.seconds)
-    print(f"agents/s {used.agents / used.seconds:.2f}; prototypes {speeds}, ratio {ratio:.2f}")
-    return round(ratio, 2)
-
-
-def each(used: Used, who: str) -> float:
-    """CPU milliseconds for each event."""
-    spent: float = getattr(used, who)
-    return spent / used.events * 1000
-
-
-def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None) -> int:
+def report(fleet: Fleet, ended: Sequence[Ended], seconds: float, server_cpu: float) -> int:
     well, lengths, sizes = zip(*ended, strict=True)
     n, kills = len(ended), fleet.kills
     made = [refund["metadata"].get("order_line") for refund in fleet.stripe.refunds.values()]
@@ -320,9 +224,11 @@ def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None
     extra_calls = sum(call.path != "polls" for call in fleet.calls) - CALLS * n
     events, size = statistics.median(lengths), statistics.median(sizes)
     print(
-        f"{n} agents in {used.seconds:.1f} s, {kills} kills; median of an agent: {events:.0f} "
+        f"{n} agents in {seconds:.1f} s, {kills} kills; median of an agent: {events:.0f} "
         f"events, {size:,.0f} bytes"
     )
+    for who, spent in (("server", server_cpu), ("Workers", fleet.worker_cpu)):
+        print(f"CPU per event, {who:7} {spent / sum(lengths) * 1000:.2f} ms")
     if len(fleet.recoveries) > 1:
         parts = statistics.quantiles(fleet.recoveries, n=20)
         print(f"recovery, n={len(fleet.recoveries)}: p50 {parts[9]:.1f} s, p95 {parts[18]:.1f} s")
@@ -342,12 +248,7 @@ def report(fleet: Fleet, ended: Sequence[Ended], used: Used, ratio: float | None
         "questions": sum(questions),
         "extra_calls": extra_calls,
         "kills": kills,
-        "events": events,
-        "bytes": size,
-        "agents_per_s": round(n / used.seconds, 2),
-        "events_per_s": round(used.events / used.seconds, 1),
-        "agents_per_s_to_prototype": ratio,
-        "server_ms_per_event": round(each(used, "server"), 2),
+        "agents_per_s": round(n / seconds, 2),
     }
     print(json.dumps(counts), flush=True)
     return 0 if all(claims.values()) else 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 from desk import ROOT, ended
@@ -22,8 +21,6 @@ async def test_a_fleet_makes_one_refund_each() -> None:
     counted = await last_line("fleet.py", "--agents", "3")
     expected = {"agents": 3, "refunds": 3, "cases": 3, "questions": 6, "extra_calls": 0, "kills": 0}
     assert expected.items() <= counted.items()
-    assert counted["agents_per_s_to_prototype"] > 0
-    assert counted["server_ms_per_event"] > 0 or not Path("/proc").is_dir()
 
 
 async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:

@@ -327,7 +327,8 @@ async def test_only_an_attempt_that_lasts_heartbeats() -> None:
     environment.on_heartbeat = lambda *details: beaten.set()
     await environment.run(heartbeating(asyncio.sleep), 0)
     assert not beaten.is_set()
-    assert await environment.run(heartbeating(beaten.wait))
+    lasting = environment.run(heartbeating(beaten.wait))
+    assert await asyncio.wait_for(lasting, 10)
 
 
 async def test_no_key_and_no_host_is_in_history_failure_or_log(

@@ -106,11 +106,11 @@ async def test_the_example_of_the_readme_works(
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (code,) = [block for block in blocks if "XmemoryPlugin" in block]
-    (tmp_path / "readme_example.py").write_text(code)
+    address = client.service_client.config.target_host
+    (tmp_path / "readme_example.py").write_text(code.replace("localhost:7233", address))
     monkeypatch.syspath_prepend(str(tmp_path))
     real = SimpleNamespace(AsyncXmemoryClient=connections.connect)
     monkeypatch.setitem(sys.modules, "xmemory", real)
-    monkeypatch.setenv("TEMPORAL_ADDRESS", client.service_client.config.target_host)
     example = importlib.import_module("readme_example")
     running = asyncio.create_task(example.main())
     answer = await client.execute_workflow(

@@ -11,13 +11,13 @@ PYTHON = ".venv/bin/python "
 
 
 NOT_RUN = {  # why
-    "uv run run_demo.py": "uv installs from the network; the demo itself: test_demo.py",
-    "uv run pytest": "this suite",
     "python3 -m venv .venv": "makes an environment in the checkout",
-    ".venv/bin/pip install -e .": "installs from the network",
-    ".venv/bin/python run_demo.py": "test_demo.py",
+    ".venv/bin/python run_demo.py": "test_11_demo.py",
     ".venv/bin/pip install -e '.[test]'": "installs from the network",
     ".venv/bin/pytest": "this suite",
+    'curl https://api.stripe.com/v1/refunds -u "$STRIPE_API_KEY:" -H \'Idempotency-Key: '
+    "refund:1234:1' -d payment_intent=pi_... -d amount=8000 "
+    "-d 'metadata[order_line]=1234:1'": "needs a key",
     ".venv/bin/pip install -e '.[recipes]'": "installs from the network",
     ".venv/bin/temporal server start-dev": "runs until it is stopped, on a port that may be taken",
     ".venv/bin/temporal workflow start --type RefundAgent --task-queue refunds "

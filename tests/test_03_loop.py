@@ -10,8 +10,7 @@ from temporalio.converter import default
 
 import fake_xmemory
 import refund_agent
-from desk import Desk, Quiet, Replaying, request_for
-from harness import DevServer
+from desk import Desk, Quiet, request_for
 from refund_agent import HUMAN, Known, Order, Refund, RefundResult, Step, run_agent
 from run_demo import PlainRuntime
 
@@ -52,10 +51,9 @@ ENDINGS = [
 
 
 @pytest_asyncio.fixture(scope="module")
-async def durable(server: DevServer, client: Client) -> dict[str, tuple[Desk, RefundResult]]:
-    """Every ending, in the sandbox. For one of them, each Workflow Task is a full replay."""
-    replaying = await server.client(plugins=[Replaying("replaying")])
-    desks = {id: Desk(replaying if id == "1234" else client) for id, _, _ in ENDINGS}
+async def durable(client: Client) -> dict[str, tuple[Desk, RefundResult]]:
+    """Every ending, in the sandbox."""
+    desks = {id: Desk(client) for id, _, _ in ENDINGS}
     results = await asyncio.gather(*(desk.run(order_id) for order_id, desk in desks.items()))
     return dict(zip(desks, zip(desks.values(), results, strict=True), strict=True))
 

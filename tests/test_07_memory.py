@@ -15,6 +15,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
+import memory_activities
 from fake_xmemory import FakeXmemory, XmemoryAPIError, connection_lost
 from memory_activities import (
     MemoryActivities,
@@ -34,7 +35,14 @@ MADE = create("Person", PERSON, {"fact": "likes tea"})
 ROW = {**PERSON, "fact": "likes tea"}
 TEXT = "Dr. Robert Kim: likes tea"
 POLL, SECOND = timedelta(seconds=0.2), timedelta(seconds=1)
+SOON = replace(memory_activities.RETRIED, initial_interval=POLL)
 CANARY = "xmem_CANARY_key at canary.host.example"  # must never be seen in Temporal
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_activities, "RETRIED", SOON)  # else each retry waits for a second
+
 
 Use = Callable[[WorkflowMemory], Awaitable[Any]]
 

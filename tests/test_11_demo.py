@@ -1,13 +1,11 @@
 """`python run_demo.py` as a stranger uses it: a process, what it prints, and its exit code."""
 
-import asyncio
 import re
-import sys
 
 import pytest
 
 import run_demo
-from desk import ROOT, ended, program
+from desk import ROOT, ended
 from refund_agent import RefundResult
 
 DEMO = ROOT / "run_demo.py"
@@ -49,30 +47,6 @@ def test_a_case_in_the_record_of_another_customer_is_not_counted() -> None:
 def test_a_text_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     run_demo.Plain("1234").say("customer", "a\x1b[2Jb\rc\nd\u202ee")
     assert capsys.readouterr().out.strip() == "customer  a?[2Jb?c?d?e"
-
-
-async def test_a_reader_who_leaves_is_no_error() -> None:
-    async with program(DEMO) as process:
-        assert process.stdout and process.stderr
-        assert await process.stdout.readline()
-        process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
-        assert await process.stderr.read() == b""
-        assert await process.wait() == 141
-
-
-async def test_a_full_disk_is_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(DEMO), stdout=full, stderr=-1
-        )
-        err = (await process.communicate())[1]
-    assert process.returncode == 1 and err == b"[Errno 28] No space left on device\n"
-
-
-async def test_an_unreachable_server_is_one_line() -> None:
-    code, _, err = await ended(DEMO, env={"TEMPORAL_ADDRESS": "127.0.0.1:1"})
-    assert (code, err.count("\n")) == (1, 1)
-    assert err.startswith("The Temporal server at 127.0.0.1:1 does not answer")
 
 
 async def test_missing_packages_are_one_line() -> None:

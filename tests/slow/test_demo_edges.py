@@ -1,4 +1,4 @@
-"""A person at the demo: who kills, who answers, and who interrupts it."""
+"""A person at the demo: who kills, who answers, who interrupts it, and what it is piped into."""
 
 import asyncio
 import os
@@ -73,3 +73,27 @@ async def test_a_lost_terminal_leaves_no_open_case(server: DevServer) -> None:
     while (await client.count_workflows(ours)).count:  # visibility is a little behind
         assert time.monotonic() - started < 10
         await asyncio.sleep(0.1)
+
+
+async def test_a_reader_who_leaves_is_no_error() -> None:
+    async with program(DEMO) as process:
+        assert process.stdout and process.stderr
+        assert await process.stdout.readline()
+        process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+        assert await process.stderr.read() == b""
+        assert await process.wait() == 141
+
+
+async def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(DEMO), stdout=full, stderr=-1
+        )
+        err = (await process.communicate())[1]
+    assert process.returncode == 1 and err == b"[Errno 28] No space left on device\n"
+
+
+async def test_an_unreachable_server_is_one_line() -> None:
+    code, _, err = await ended(DEMO, env={"TEMPORAL_ADDRESS": "127.0.0.1:1"})
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("The Temporal server at 127.0.0.1:1 does not answer")

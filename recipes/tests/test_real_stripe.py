@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,160 +99,6 @@ def passed() -> asyncio.Event:
     return event
 
 
-async def refusal(call: Awaitable[Any]) -> Any:
-    with pytest.raises(stripe.StripeError) as caught:
-        await call
-    return caught.value
-
-
-Facts = tuple[str, int | None, str | None, str | None, str | None]
-
-
-def facts(error: Any) -> Facts:
-    """The SDK's class, and what the answer said."""
-    said = error.error.to_dict() if error.error else {}
-    return (
-        type(error).__name__,
-        error.http_status,
-        said.get("type"),
-        said.get("code"),
-        said.get("param"),
-    )
-
-
-def invalid(code: str | None = None, param: str | None = None) -> Facts:
-    return "InvalidRequestError", 400, "invalid_request_error", code, param
-
-
-MISMATCH = ("IdempotencyError", 400, "idempotency_error", None, None)
-IN_USE = ("APIError", 409, "invalid_request_error", "idempotency_key_in_use", None)
-LOST = ("APIConnectionError", None, None, None, None)
-
-# --- The conformance pairs, in their order -------------------------------------------------------
-
-
-async def test_01_a_refund_names_its_charge_and_its_payment(real: Real) -> None:
-    made = await real.refund(1500, "k1")
-    assert (made.id[:3], made.status, made.amount) == ("re_", "succeeded", 1500)
-    assert (made.charge, made.payment_intent) == (real.charge["id"], real.intent)
-
-
-async def test_02_the_same_key_is_answered_with_the_same_refund(real: Real) -> None:
-    first, again = [await real.refund(1500, "k1") for _ in range(2)]
-    assert (again.id, len(real.fake.refunds)) == (first.id, 1)
-
-
-async def test_03_05_a_key_is_bound_to_its_parameters(real: Real) -> None:
-    first = await real.refund(1500, "k1")
-    error = await refusal(real.refund(700, "k1"))
-    assert facts(error) == MISMATCH and error.code is None
-    again = await real.refund(1500, "k1")
-    assert (again.id, len(real.fake.refunds)) == (first.id, 1)
-
-
-async def test_06_07_a_key_in_use_is_refused_and_replayed_afterwards(real: Real) -> None:
-    held = real.fake.hold_next_create("before")
-    running = asyncio.create_task(real.refund(1500, "k2"))
-    await held.wait()
-    error = await refusal(real.refund(1500, "k2"))
-    real.fake.release()
-    first = await running
-    assert facts(error) == IN_USE and error.code is None
-    assert (await real.refund(1500, "k2")).id == first.id
-
-
-@pytest.mark.parametrize(("key", "refunds"), [("k3", 1), (None, 2)])
-async def test_08_09_after_a_lost_answer_only_a_key_prevents_a_second_refund(
-    real: Real, key: str | None, refunds: int
-) -> None:
-    real.fake.fail_next(fake_stripe.connection_lost(), acted=True)
-    error = await refusal(real.refund(1500, key))
-    assert facts(error) == LOST and error.should_retry
-    await real.refund(1500, key)
-    assert len(real.fake.refunds) == refunds
-
-
-async def test_10_without_an_amount_all_that_is_left_is_refunded(real: Real) -> None:
-    await real.refund(1500)
-    assert (await real.refund()).amount == 3500
-
-
-async def test_11_more_than_is_left_is_refused(real: Real) -> None:
-    assert facts(await refusal(real.refund(5001, "k4"))) == invalid(param="amount")
-
-
-async def test_13_a_charge_that_is_fully_refunded_says_so(real: Real) -> None:
-    await real.refund()
-    for amount in (None, 1, 9999):
-        error = await refusal(real.refund(amount))
-        assert facts(error) == invalid("charge_already_refunded")
-        assert error.code == "charge_already_refunded"
-
-
-async def test_14_an_unknown_payment_is_a_missing_resource(real: Real) -> None:
-    read = real.client.v1.payment_intents.retrieve_async("pi_unknown")
-    for call in (real.refund(100, payment_intent="pi_unknown"), read):
-        error = await refusal(call)
-        assert (type(error), error.code) == (stripe.InvalidRequestError, "resource_missing")
-
-
-@pytest.mark.parametrize("amount", [0, -5, "abc", 1.5, True])
-async def test_15_16_17_18_an_amount_that_is_none_is_refused_and_leaves_the_key_free(
-    real: Real, amount: Any
-) -> None:
-    error = await refusal(real.refund(amount, "k"))
-    assert facts(error) == invalid("parameter_invalid_integer", "amount")
-    assert (await real.refund(100, "k")).amount == 100
-
-
-async def test_19_a_payment_that_is_not_paid_has_nothing_to_refund(real: Real) -> None:
-    unpaid = real.fake.add_payment(5000, "usd", status="requires_payment_method")
-    assert facts(await refusal(real.refund(100, payment_intent=unpaid))) == invalid()
-
-
-async def test_21_no_key_is_never_sent_and_a_live_one_is_refused(real: Real) -> None:
-    with pytest.raises(stripe.AuthenticationError):
-        stripe.StripeClient(None)
-    options = {"http_client": stripe.HTTPXClient(), "base_addresses": {"api": real.face.url}}
-    real.client = stripe.StripeClient("sk_live_secret", **options)
-    error = await refusal(real.refund(100))
-    assert facts(error) == ("AuthenticationError", 401, "invalid_request_error", None, None)
-    assert "secret" not in f"{error} {error.json_body}" and len(real.face.requests) == 1
-
-
-async def test_22_a_rate_limit_is_not_stored(real: Real) -> None:
-    real.fake.fail_next(fake_stripe.rate_limited())
-    error = await refusal(real.refund(1500, "k5"))
-    assert facts(error) == ("RateLimitError", 429, "invalid_request_error", "rate_limit", None)
-    assert error.code is None
-    assert (await real.refund(1500, "k5")).status == "succeeded"
-
-
-@pytest.mark.parametrize("acted", [False, True])
-async def test_23_a_500_is_stored_whether_or_not_money_moved(real: Real, acted: bool) -> None:
-    real.fake.fail_next(fake_stripe.server_error(), acted=acted)
-    errors = [await refusal(real.refund(1500, "k6")) for _ in range(2)]
-    assert [facts(error) for error in errors] == [("APIError", 500, "api_error", None, None)] * 2
-    assert len(real.fake.refunds) == acted
-
-
-async def test_24_a_key_has_255_characters_at_most(real: Real) -> None:
-    assert (await real.refund(100, "k" * 255)).amount == 100
-    assert (await refusal(real.refund(100, "k" * 256))).http_status == 400
-
-
-async def test_25_a_refunded_payment_stays_succeeded_and_lists_its_refund(real: Real) -> None:
-    await real.refund(1500, metadata={"order_line": "1:1"})
-    other = real.fake.add_payment(100, "usd", refunded=100)
-    v1, query = real.client.v1, {"expand": ["latest_charge"]}
-    payment = await v1.payment_intents.retrieve_async(real.intent, query)
-    charge = payment.latest_charge
-    assert (payment.status, charge.amount_refunded, charge.refunded) == ("succeeded", 1500, False)
-    (found,) = (await v1.refunds.list_async({"payment_intent": real.intent})).data
-    assert (found.metadata.order_line, other != real.intent) == ("1:1", True)
-    assert "livemode" not in found.to_dict()
-
-
 # --- On the wire ---------------------------------------------------------------------------------
 
 
@@ -264,12 +110,6 @@ async def test_a_request_is_a_form_with_the_key_of_the_order_line(real: Real) ->
     assert (refund.method, refund.path, form(refund)) == ("POST", "/v1/refunds", sent)
     assert refund.headers["idempotency-key"] == ORDER_KEY
     assert refund.headers["authorization"] == f"Bearer {KEY}"
-
-
-async def test_a_refusal_carries_the_id_of_its_request(real: Real) -> None:
-    for amount in (5001, 0):
-        error = await refusal(real.refund(amount, "k"))
-        assert error.request_id and error.headers["Idempotency-Key"] == "k"
 
 
 # --- Failures ------------------------------------------------------------------------------------
@@ -322,26 +162,6 @@ async def test_an_answer_means_the_same_by_way_of_the_sdk(
     assert not real.fake.refunds
 
 
-async def test_a_disputed_charge_is_final(real: Real) -> None:
-    real.charge["disputed"] = True
-    assert await failing(real) == ("charge_disputed", True)
-
-
-async def test_two_workers_at_once_make_one_refund(real: Real) -> None:
-    held = real.fake.hold_next_create("before")
-    first = asyncio.ensure_future(real.steps.issue_refund(real.agreed))
-    await held.wait()
-    assert await failing(real) == ("idempotency_key_in_use", False)
-    real.fake.release()
-    assert await real.steps.issue_refund(real.agreed) == await first
-    assert len(real.fake.refunds) == 1
-
-
-async def test_a_key_that_named_a_refund_of_another_payment_is_final(real: Real) -> None:
-    await real.refund(700, ORDER_KEY, payment_intent=real.fake.add_payment(5000, "usd"))
-    assert await failing(real) == ("400", True)
-
-
 # --- One refund ----------------------------------------------------------------------------------
 
 
@@ -377,13 +197,11 @@ async def test_an_answer_that_comes_too_late_is_found_by_the_next_attempt(
     assert (len(keys(real)), len(real.fake.refunds)) == (1, 1)
 
 
-async def test_an_open_refund_is_looked_at_by_its_id(real: Real) -> None:
-    real.fake.next_statuses = ["pending"]
+async def test_a_refund_is_found_on_the_second_page(real: Real) -> None:
     made = await real.steps.issue_refund(real.agreed)
-    assert made and made.status == "pending"
-    real.fake.settle(made.id, "succeeded")
-    seen = await real.steps.issue_refund(AgreedRefund(REQUEST, refund_id=made.id))
-    assert seen and (seen.id, seen.status, len(keys(real))) == (made.id, "succeeded", 1)
+    for _ in range(100):
+        await real.fake.v1.refunds.create_async({"payment_intent": real.intent, "amount": 1})
+    assert await real.steps.issue_refund(real.agreed) == made
 
 
 async def test_a_case_loses_a_request_and_then_an_answer_and_refunds_once(
@@ -404,26 +222,12 @@ async def test_a_case_loses_a_request_and_then_an_answer_and_refunds_once(
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "",
-        "sk_live_secret",
-        "rk_live_secret",
-        "pk_test_secret",
-        "sk_test_",
-        "sk_test_secret ",
-        "sk_test_secret\n",
-        "sk_test_sec ret",
-        " sk_test_secret",
-        "secret",
-    ],
+    ["", "sk_live_secret", "pk_test_secret", "sk_test_", "sk_test_secret\n", " sk_test_secret"],
 )
 def test_whatever_is_no_test_key_is_refused_and_not_repeated(key: str) -> None:
     with pytest.raises(harness.HarnessError) as caught:
         real_stripe.stripe_client({"STRIPE_API_KEY": key})
     assert "secret" not in str(caught.value) and "sk_test_..." in str(caught.value)
-
-
-def test_a_restricted_test_key_is_taken() -> None:
     assert real_stripe.stripe_client({"STRIPE_API_KEY": "rk_test_1"})
 
 
@@ -447,11 +251,6 @@ async def test_cleaning_up_refunds_what_is_left_of_our_payments_and_nothing_else
     real.fake.payments[declined]["metadata"] = {"made_by": real_stripe.MADE_BY}
     assert await cleaned(real) == [(part, 12000), (whole, 20000)]
     assert await cleaned(real) == []
-
-
-async def test_a_payment_that_is_asked_for_twice_is_made_once(real: Real) -> None:
-    first, again = [await real_stripe.pay(real.client, "order-1") for _ in range(2)]
-    assert first == again and real.fake.payments[first]["amount"] == 200_00
 
 
 @pytest_asyncio.fixture
@@ -499,24 +298,9 @@ async def test_missing_packages_are_one_line(environment: None) -> None:
     assert (code, out, err.count("\n")) == (1, "", 1) and "pip install -e '.[stripe]'" in err
 
 
-async def test_what_was_cleaned_up_is_told_and_then_what_stripe_refused(
-    real: Real, environment: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for order_id in ("order-1", "order-2"):
-        await real_stripe.pay(real.client, order_id)
-    refused = says(401, b'{"error": {"message": "secret"}}')
-    real.face.script = [passed(), passed(), refused]
-    with pytest.raises(harness.HarnessError, match="Stripe: 401") as caught:
-        await real_stripe.main(clean=True)
-    assert "secret" not in str(caught.value)
-    (refund,) = real.fake.refunds
-    assert f"refund {refund} of 200.00 USD: succeeded" in capsys.readouterr().out
-    assert await real_stripe.main(clean=True) == 0 and len(real.fake.refunds) == 2
-
-
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
 )
 async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
     environment: None,

@@ -50,6 +50,9 @@ class XmemoryFace(HttpFace):
                 if not found:
                     raise XmemoryAPIError("no such instance", status=404, code="NOT_FOUND")
                 return found
+            case "DELETE", "instances", instance_id:
+                self.instances = [each for each in self.instances if each["id"] != instance_id]
+                return []
         if request.method != "POST" or request.path not in self.paths:
             raise XmemoryAPIError("no such instance", status=404, code="NOT_FOUND")
         options = {CLIENT_NAMES.get(name, name): value for name, value in request.body.items()}

@@ -7,20 +7,18 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from temporalio import activity, workflow
+from temporalio import activity
 from temporalio.client import ActivityFailureError, ActivityHandle, Client
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
-from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
 from fake_xmemory import FakeXmemory, WriteResult, XmemoryAPIError
-from memory_activities import MemoryActivities, ReadInput, WaitInput, WriteInput
+from memory_activities import MemoryActivities, ReadInput, WriteInput
 from recipes import auto_capture
 from recipes.auto_capture import CAPTURE_TIMEOUT, MARGIN, AutoCapture
 
@@ -47,31 +45,12 @@ class Work:
         return FACT
 
     @activity.defn
-    async def answer_late(self) -> str:
-        await asyncio.sleep(2 * BRIEFLY.total_seconds())
-        return FACT
-
-    @activity.defn
-    async def answer_when_asked_again(self) -> str:
-        self.runs += 1
-        if activity.info().attempt == 1:
-            raise ApplicationError("not now", next_retry_delay=2 * BRIEFLY)
-        return FACT
-
-    @activity.defn
     async def fail(self) -> str:
         raise ApplicationError("broken", type="Broken", non_retryable=True)
 
     @activity.defn(name="xmemory_of_my_own")
     async def own(self) -> str:
         return FACT
-
-
-@workflow.defn(sandboxed=False)
-class Asks:
-    @workflow.run
-    async def run(self) -> str:
-        return await workflow.execute_activity_method(Work.answer, start_to_close_timeout=LONG)
 
 
 class Slow(FakeXmemory):
@@ -101,17 +80,8 @@ class Desk:
             async with Worker(
                 self.client,
                 task_queue=self.queue,
-                workflows=[Asks],
                 interceptors=[capture],
-                activities=[
-                    work.answer,
-                    work.answer_in_a_thread,
-                    work.answer_late,
-                    work.fail,
-                    work.answer_when_asked_again,
-                    work.own,
-                    *memory,
-                ],
+                activities=[work.answer, work.answer_in_a_thread, work.fail, work.own, *memory],
                 activity_executor=threads,
                 max_heartbeat_throttle_interval=BRIEFLY,
             ):
@@ -121,8 +91,7 @@ class Desk:
         self,
         name: str,
         *given: object,
-        start_to_close: timedelta | None = LONG,
-        schedule_to_close: timedelta | None = None,
+        start_to_close: timedelta = LONG,
         heartbeat: timedelta | None = None,
     ) -> ActivityHandle[Any]:
         return await self.client.start_activity(
@@ -131,7 +100,6 @@ class Desk:
             id=str(uuid.uuid4()),
             task_queue=self.queue,
             start_to_close_timeout=start_to_close,
-            schedule_to_close_timeout=schedule_to_close,
             heartbeat_timeout=heartbeat,
             retry_policy=RetryPolicy(maximum_attempts=2),
         )
@@ -168,25 +136,16 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_what_an_activity_returns_is_written_once(desk: Desk, xmemory: FakeXmemory) -> None:
     seen = []
 
-    def project(activity_type: str, result: str) -> str:
+    def project(activity_type: str, result: str) -> str | None:
         seen.append((activity_type, result))
-        return result
+        return result if activity_type == "answer" else None
 
     async with desk.open(AutoCapture(xmemory, project)):
-        assert (
-            await desk.client.execute_workflow(Asks.run, id=desk.queue, task_queue=desk.queue)
-            == FACT
-        )
-    assert seen == [("answer", FACT)] and xmemory.calls == ["write_async"]
+        for name in ("answer", "answer_in_a_thread"):
+            assert await (await desk.start(name)).result() == FACT
+    assert seen == [("answer", FACT), ("answer_in_a_thread", FACT)]
+    assert xmemory.calls == ["write_async"]
     assert list(xmemory.tables["Person"].values()) == [{"name": "Robert Kim", "fact": "likes tea"}]
-
-
-@pytest.mark.parametrize("text", [None, ""])
-async def test_what_is_not_worth_remembering_is_not_written(
-    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture, text: str | None
-) -> None:
-    assert await desk.run(AutoCapture(xmemory, lambda *_: text), "answer") == FACT
-    assert not xmemory.calls and not warnings(caplog)
 
 
 async def test_memorys_own_activities_and_their_namesakes_are_left_out(
@@ -194,13 +153,9 @@ async def test_memorys_own_activities_and_their_namesakes_are_left_out(
 ) -> None:
     calls: dict[str, list[object]] = {
         "xmemory_write": [WriteInput(FACT, {})],
-        "xmemory_write_async": [WriteInput(FACT, {})],
         "xmemory_read": [ReadInput("Customer", {})],
-        "xmemory_write_status": [WaitInput("w00001")],
-        "xmemory_wait_for_write": [WaitInput("w00001")],
         "xmemory_of_my_own": [],
     }
-    await desk.memory.write_async(FACT)
     async with desk.open(AutoCapture(xmemory, as_text)):
         started = [await desk.start(name, *given) for name, given in calls.items()]
         for each in started:
@@ -269,15 +224,7 @@ async def test_nothing_is_captured_when_no_time_is_left(
     desk: Desk, xmemory: FakeXmemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto_capture, "MARGIN", LONG)
-    more, again = LONG + BRIEFLY, "answer_when_asked_again"
-    async with desk.open(AutoCapture(xmemory, as_text)):
-        started = [
-            await desk.start("answer", start_to_close=LONG),
-            await desk.start("answer", start_to_close=None, schedule_to_close=LONG),
-            await desk.start("answer_late", start_to_close=more),
-            await desk.start(again, start_to_close=None, schedule_to_close=more),
-        ]
-        assert [await each.result() for each in started] == [FACT] * 4
+    assert await desk.run(AutoCapture(xmemory, as_text), "answer") == FACT
     assert not xmemory.calls
 
 
@@ -308,20 +255,3 @@ async def test_a_cancellation_during_a_capture_does_not_lose_the_result(desk: De
         await handle.cancel()
         assert await handle.result() == FACT
     assert cancelled.is_set() and desk.work.runs == 1
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
-def test_a_sample_rate_is_a_share(xmemory: FakeXmemory, rate: float) -> None:
-    with pytest.raises(ValueError, match="sample_rate"):
-        AutoCapture(xmemory, as_text, sample_rate=rate)
-
-
-def test_a_sample_is_the_same_for_every_attempt_in_every_process(xmemory: FakeXmemory) -> None:
-    half, info = AutoCapture(xmemory, as_text, sample_rate=0.5), ActivityEnvironment.default_info()
-    for attempt in (1, 2):
-        picked = [
-            number
-            for number in range(16)
-            if half.samples(replace(info, workflow_run_id=f"run-{number}", attempt=attempt))
-        ]
-        assert picked == [0, 2, 8, 9, 10, 12, 13, 15]

@@ -8,35 +8,43 @@ is also the place for a codec or a plugin of the Client: hand `build_worker` a
 `Client(**client.config() | {"data_converter": ...})`. Without --build, start only one Worker,
 because each process has stand-ins of its own.
 
+Install: `pip install -e '.[worker]'`.
 Connection: TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY (it turns TLS on) and the other
 variables that the SDK reads; or a profile, by TEMPORAL_PROFILE and TEMPORAL_CONFIG_FILE.
 Logs: one JSON object a line, on stderr. An error is logged with its classes and its place, without
 its text, which may quote a customer. There is no DEBUG, because the SDK's would log whole payloads.
 Metrics: for Prometheus, at /metrics. Two Workers on one host need a port each; 0 tells nobody.
-Tracing: `pip install -e '.[worker]'`, then OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it
-on. The other OTEL_ variables are read as well. A case is one trace, whichever Workers carried it. A
-process that is killed loses the spans it had not exported. The SDK calls this plugin experimental.
+Tracing: OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP) turns it on. The other OTEL_ variables are
+read as well. A case is one trace, whichever Workers carried it. A process that is killed loses the
+spans it had not exported. The SDK calls this plugin experimental.
 Identity: refund-agent@HOST:PID:RELEASE. RELEASE is an environment variable.
-Stopping: after SIGTERM or Ctrl-C the Worker drains for up to ten seconds, then exports its spans.
-Let the supervisor wait 30 seconds (`docker stop` waits 10). Exit codes: 0 stopped; 1 start me
-again, after a pause; 2 change the configuration first.
+Stopping: after SIGTERM or Ctrl-C the Worker drains for up to ten seconds, then exports its spans
+for up to three. Let the supervisor wait 20 seconds (`docker stop` waits 10). Exit codes: 0 stopped;
+1 start me again, after a pause; 2 change the configuration first.
 """
+
+import os
+import signal
+
+if __name__ == "__main__":
+    # The imports below take a second. Process 1 of a container ignores a signal without a handler.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))  # nothing was taken on yet
 
 import argparse
 import asyncio
-import json
 import logging
-import os
 import pkgutil
-import signal
+import re
 import socket
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from temporalio import activity, runtime, workflow
 from temporalio.client import Client, Plugin
@@ -48,8 +56,17 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
 from refund_agent import RefundActivities, build_worker
 
+try:
+    from pythonjsonlogger.core import RESERVED_ATTRS
+    from pythonjsonlogger.json import JsonFormatter
+except ModuleNotFoundError:
+    sys.exit("python-json-logger is not installed. Install it with: pip install -e '.[worker]'")
+
 CONNECT_SECONDS = 10.0  # a server that takes longer is as good as none
+EXPORT_SECONDS = 3.0  # for the last spans; a collector that does not answer delays the exit no more
 CORE_IDS = ("workflow_id", "run_id")  # of what the SDK's core logs; other fields quote failures
+# What a person must change before a restart helps. Every other status may pass.
+LASTING = {"NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT"}
 log = logging.getLogger("refund-agent")
 
 
@@ -83,22 +100,31 @@ class ImportedOnce(SimplePlugin):
         return super().configure_worker(config)
 
 
-class JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        message = record.getMessage().partition("\n")[0]  # what follows would be whole objects
-        line = {"time": at, "level": record.levelname, "logger": record.name, "message": message}
+class JsonLines(JsonFormatter):
+    """An error has its classes and its places, and not its text."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ["levelname", "name", "message"],
+            rename_fields={"levelname": "level", "name": "logger", "exc_info": "error"},
+            reserved_attrs=[*RESERVED_ATTRS, "temporal_log"],
+            timestamp="time",
+        )
+
+    def add_fields(self, line: dict[str, Any], record: logging.LogRecord, more: Any) -> None:
+        super().add_fields(line, record, more)
+        line["message"] = record.getMessage().partition("\n")[0]  # what follows is whole objects
         core = getattr(getattr(record, "temporal_log", None), "fields", {})
         line |= {name: core[name] for name in CORE_IDS if name in core}
-        line |= getattr(record, "temporal_workflow", {}) | getattr(record, "temporal_activity", {})
-        error, classes = record.exc_info[1] if record.exc_info else None, list[str]()
+
+    def formatException(self, raised: Any) -> str:
+        found, error = list[str](), raised[1]
         while error:  # back to the first one; `from None` only hides that from a traceback
-            classes.append(f"{getattr(error, 'type', None) or type(error).__name__}")
             frames = traceback.extract_tb(error.__traceback__)
-            line["at"] = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
-            line["error"] = " from ".join(classes)
+            places = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+            found.append(f"{getattr(error, 'type', None) or type(error).__name__} at {places}")
             error = error.__cause__ or error.__context__
-        return json.dumps(line, default=str)
+        return " from ".join(found)
 
 
 def leave(code: int, why: str) -> NoReturn:
@@ -149,12 +175,19 @@ def traced(identity: str) -> Iterator[list[Plugin]]:
     names = {"service.name": os.environ.get("OTEL_SERVICE_NAME", log.name)}
     resource = Resource.create({**names, "service.instance.id": identity})
     provider = create_tracer_provider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    try:
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except ValueError as error:
+        leave(2, f"an OTEL_ variable cannot be used: {error}")
     trace.set_tracer_provider(provider)
     try:
         yield [OpenTelemetryPlugin(add_temporal_spans=True)]
     finally:
-        provider.shutdown()  # exports what is left
+        exporting = threading.Thread(target=provider.shutdown, daemon=True)
+        exporting.start()
+        exporting.join(EXPORT_SECONDS)
+        if exporting.is_alive():
+            log.warning("the collector does not answer, so the last spans are lost")
 
 
 async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugin]) -> Client:
@@ -163,6 +196,8 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
     except (RuntimeError, OSError) as error:  # only its first line: the others may quote a key
         leave(2, f"the Temporal configuration cannot be used: {str(error).splitlines()[0]}")
     where = config.setdefault("target_host", "localhost:7233")
+    if not re.fullmatch(r"[^\s/]+:\d{1,5}", where):
+        leave(2, f"{where} is no address of a Temporal server; give HOST:PORT")
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             client = await Client.connect(
@@ -170,13 +205,26 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
             )
             await client.count_workflows()  # else a wrong namespace or key shows only later
     except ValueError as error:
-        leave(2, f"{where} is no address of a Temporal server, HOST:PORT: {error}")
+        leave(2, f"{where} cannot be connected to: {error}")
     except RPCError as error:
-        leave(1, f"{where} answers {error.status.name}; check the namespace and the API key")
+        ended_by(error.status.name, where)
     except (RuntimeError, TimeoutError) as error:
         leave(1, f"no connection to {where}; check the address and TLS: {error or 'no answer'}")
     log.info(f"{identity} works for namespace {client.namespace} at {where}")
     return client
+
+
+def ended_by(status: str, where: str) -> NoReturn:
+    """`status` is what the server answers, by its gRPC name."""
+    code = 2 if status in LASTING else 1
+    leave(code, f"{where} answers {status}; check the namespace and the API key")
+
+
+def status_of(error: Exception) -> str:
+    """The SDK gives the status that ended a Worker only in a text, as `Status { code: NotFound`."""
+    text = "".join(traceback.format_exception(error))
+    found = re.search(r"Status \{ code: ([A-Z]\w+)", text)
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", found[1]).upper() if found else ""
 
 
 def named(build: str) -> Callable[[Client, str], Worker]:
@@ -204,7 +252,17 @@ async def main(task_queue: str, build: str | None, metrics: str | None) -> None:
     identity = f"{log.name}@{place}:{os.environ.get('RELEASE', 'dev')}"
     with traced(identity) as plugins:
         client = await connect(identity, telemetry, plugins)
-        await run_until_stopped(built(client, task_queue))
+        try:
+            worker = built(client, task_queue)
+        except Exception:
+            log.exception("%s built no Worker", build)
+            leave(2, "change what builds the Worker, or its configuration")
+        try:
+            await run_until_stopped(worker)
+        except RuntimeError as error:
+            if status := status_of(error):
+                ended_by(status, client.service_client.config.target_host)
+            raise
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@ import os
 import re
 import signal
 import socket
-import sys
 import urllib.request
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import pytest_asyncio
-from otlp_http import Collector, collecting
+from http_face import Answer, HttpFace, Request, serving
 from temporalio import workflow
 from temporalio.api.common.v1 import Payload
 from temporalio.common import RawValue
@@ -27,12 +25,12 @@ from temporalio.runtime import Runtime
 from temporalio.worker import Worker
 
 import harness
+import refund_agent
 import run_demo
-from desk import Desk, Quiet
+from desk import Desk, Quiet, program
 from harness import Child, DevServer
 from recipes import worker as recipe
 from refund_agent import (
-    Answer,
     Case,
     Known,
     Question,
@@ -58,8 +56,8 @@ class Identity:
         return id(Identity)
 
 
-async def reply(question: Question) -> Answer:
-    return Answer(question.id, f"It is broken. {CANARY}")
+async def reply(question: Question) -> refund_agent.Answer:
+    return refund_agent.Answer(question.id, f"It is broken. {CANARY}")
 
 
 class Stumbling(Quiet):
@@ -104,13 +102,20 @@ def written(child: Child) -> str:
     return str(child.output.read().decode())
 
 
-def lines(output: str) -> list[dict[str, str]]:
+def lines(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
 async def seen(what: Callable[[], bool]) -> None:
     while not what():
         await asyncio.sleep(run_demo.POLL_SECONDS)
+
+
+class Collector(HttpFace):
+    """Of spans, by OTLP over HTTP. Their names are in clear."""
+
+    async def answer(self, request: Request) -> Answer:
+        return Answer(200, b"")
 
 
 # --- Two Workers ---------------------------------------------------------------------------------
@@ -121,13 +126,10 @@ class Fleet:
     """Two Workers, their cases, and what became of them."""
 
     desk: Desk
-    spans: Collector
+    collector: Collector
     first: Child  # has the case until it is killed
     second: Child  # comes new to it
     result: RefundResult | None = None
-    in_hand: str = ""  # the identity of who had the refund in hand, before the kill
-    in_history: set[str] = field(default_factory=set)  # identities
-    scheduled: Counter[str] = field(default_factory=Counter)  # Activities of the first case
     metrics: str = ""  # of the one that is left
     exit_code: object = None
     finished: bool = False  # the refund that was in flight when that was told to stop
@@ -137,19 +139,16 @@ class Fleet:
     def case_id(self) -> str:
         return f"1-{self.desk.queue}"
 
+    @property
+    def exported(self) -> bytes:
+        return b"".join(request.data for request in self.collector.requests)
+
     async def kill(self) -> None:
         """SIGKILL the one that has the case, with its refund in flight; the other one goes on."""
         case: Case = self.desk.client.get_workflow_handle_for(RefundAgent.run, self.case_id)
-        (refund,) = (await case.describe()).raw_description.pending_activities
-        self.in_hand = refund.last_worker_identity
         await self.first.kill()
         self.desk.world.stripe.release()
         self.result = await asyncio.wait_for(case.result(), SECONDS)
-        for event in (await case.fetch_history()).events:
-            self.in_history.add(event.workflow_task_started_event_attributes.identity)
-            if event.HasField("activity_task_scheduled_event_attributes"):
-                name = event.activity_task_scheduled_event_attributes.activity_type.name
-                self.scheduled[name] += 1
 
     async def fail_a_task(self) -> None:
         """A Workflow that cannot even start, because of its input, which the reason quotes. The SDK
@@ -202,10 +201,10 @@ async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> 
     desk, port = Desk(await server.client()), free_port()
     desk.world = world = Stumbling("1234")
     world.replies, desk.queue = reply, world.name
-    async with collecting() as spans:
+    async with serving(Collector()) as collector:
         folder, address = tmp_path_factory.mktemp("fleet"), await server.address()
         environment = profile(folder, address) | {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url if TRACES else "",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url if TRACES else "",
         }
         async with (
             started(world, environment, f"127.0.0.1:{free_port()}") as first,
@@ -213,9 +212,9 @@ async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> 
             started(world, environment, f"127.0.0.1:{port}") as second,
         ):
             await says(second, "works for namespace")
+            fleet = Fleet(desk, collector, first, second)
             if TRACES:
-                await seen(lambda: "StartActivity:issue_refund" in spans.names())
-            fleet = Fleet(desk, spans, first, second)
+                await seen(lambda: b"StartActivity:issue_refund" in fleet.exported)
             await fleet.kill()
             await asyncio.wait_for(fleet.fail_a_task(), SECONDS)
             url = f"http://127.0.0.1:{port}/metrics"
@@ -231,62 +230,36 @@ async def test_a_worker_is_killed_and_the_other_one_refunds_once(fleet: Fleet) -
     assert fleet.desk.world.count()["refunds"] == 1
 
 
-async def test_a_worker_that_is_told_to_stop_drains_and_exits_with_zero(fleet: Fleet) -> None:
+async def test_the_other_one_is_told_to_stop_and_finishes_its_refund_first(fleet: Fleet) -> None:
     assert fleet.finished and fleet.exit_code == 0
     assert fleet.output.count("drained and stopped") == 1
-
-
-async def test_history_names_the_workers(fleet: Fleet) -> None:
-    here, release = socket.gethostname(), "dev"
-    first, second = (
-        f"refund-agent@{here}:{worker.pid}:{release}" for worker in (fleet.first, fleet.second)
-    )
-    assert fleet.in_hand in (first, second)  # a busy machine may have lost its heartbeats before
-    assert fleet.in_history == {"", first, second}
 
 
 async def test_every_log_line_is_json_and_has_the_case_if_there_is_one(fleet: Fleet) -> None:
     logged = lines(fleet.output)
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
-    failed = [line for line in logged if line["message"] == "Completing activity as failed"]
-    assert fleet.case_id in [line["workflow_id"] for line in failed]
-    broken = {line["run_id"] for line in logged if "Failed activation" in line["message"]}
+    failed = {
+        line["temporal_activity"]["activity_type"]: line
+        for line in logged
+        if line["message"] == "Completing activity as failed"
+    }["agent_decide_next_step"]
+    assert failed["temporal_activity"]["workflow_id"] == fleet.case_id
+    assert re.match(r"CallFailed at .* from RuntimeError at .*harness\.py:\d+", failed["error"])
     core = {line["run_id"] for line in logged if line["message"] == "Failing workflow task"}
-    assert len(broken) == 1 and core == broken
-
-
-async def test_an_error_is_logged_with_its_classes_and_places(fleet: Fleet) -> None:
-    decisions = "agent_decide_next_step"
-    (failed,) = [each for each in lines(fleet.output) if each.get("activity_type") == decisions]
-    assert failed["error"] == "CallFailed from RuntimeError"
-    assert re.search(r"harness\.py:\d+ __call__$", failed["at"])
+    assert len(core) == 1
 
 
 async def test_no_customer_text_and_no_key_leaves_the_process(fleet: Fleet) -> None:
-    exported = b"".join(fleet.spans.received)
     for secret in (CANARY, KEY):
-        assert secret not in fleet.output + fleet.metrics and secret.encode() not in exported
-
-
-async def test_metrics_are_served(fleet: Fleet) -> None:
-    assert re.search(r'^temporal_\w+{.*activity_type="issue_refund".*} \d+$', fleet.metrics, re.M)
-    assert f'task_queue="{fleet.desk.queue}"' in fleet.metrics
+        assert secret not in fleet.output + fleet.metrics and secret.encode() not in fleet.exported
 
 
 @needs_tracing
-async def test_a_case_is_one_trace_of_both_workers_and_replay_adds_no_span(fleet: Fleet) -> None:
-    spans = [span for span in fleet.spans.spans() if span.case_id == fleet.case_id]
-    trace = [span for span in spans if not span.name.startswith("Handle")]  # Signals and Queries
-    began = Counter(span.name for span in trace if not span.name.startswith("RunActivity"))
-    expected = {f"StartActivity:{name}": count for name, count in fleet.scheduled.items()}
-    assert began == expected | {"RunWorkflow:RefundAgent": 1}
-    assert len({span.trace_id for span in trace}) == 1
-    assert len({span.identity for span in trace}) == 2
-
-
-@needs_tracing
-async def test_a_worker_that_drains_exports_its_last_spans(fleet: Fleet) -> None:
-    assert "RunActivity:issue_refund" in fleet.spans.names(f"2-{fleet.desk.queue}")
+async def test_each_step_is_one_span_although_another_worker_replayed_it(fleet: Fleet) -> None:
+    exported = fleet.exported
+    assert exported.count(b"StartActivity:lookup_order") == 2  # one in each of the two cases
+    assert exported.count(b"RunActivity:issue_refund") > 1
+    assert all(f":{worker.pid}:dev".encode() in exported for worker in (fleet.first, fleet.second))
 
 
 async def test_without_a_build_it_works_around_stand_ins(
@@ -299,26 +272,58 @@ async def test_without_a_build_it_works_around_stand_ins(
     assert "STAND-INS" in caplog.text
 
 
+# --- The end of a Worker -------------------------------------------------------------------------
+
+
+async def test_it_stops_from_its_first_moment() -> None:
+    async with program(recipe.__file__) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        await seen(lambda: "temporal" in maps.read_text())  # it is importing the SDK
+        process.terminate()
+        _, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")  # as process 1 it would have no default handler
+
+
+@needs_tracing
+async def test_a_collector_that_does_not_answer_does_not_delay_the_exit(
+    server: DevServer, tmp_path: Path
+) -> None:
+    desk = Desk(await server.client())
+    desk.queue = desk.world.name
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = profile(tmp_path, await server.address()) | {"OTEL_EXPORTER_OTLP_ENDPOINT": url}
+        async with started(desk.world, env) as worker:
+            async with refunding(desk, f"1-{desk.queue}", "1234", "ada", worker):
+                os.kill(worker.pid, signal.SIGTERM)
+                desk.world.stripe.release()
+                assert await worker.process.wait() == 0
+            assert "the collector does not answer" in written(worker)
+    assert desk.world.count()["refunds"] == 1
+
+
+async def test_a_namespace_that_is_deleted_ends_it_with_its_status(tmp_path: Path) -> None:
+    async with harness.dev_server('matching.longPollExpirationInterval="1s"') as server:
+        address = await server.address()
+
+        async def namespace(*words: str) -> None:
+            command = [str(harness.temporal_binary()), "operator", "namespace", *words]
+            ran = await asyncio.create_subprocess_exec(*command, "--address", address, stdout=-3)
+            assert await ran.wait() == 0
+
+        await namespace("create", "-n", "gone")
+        env = profile(tmp_path, address, 'tls.disabled = true\nnamespace = "gone"')
+        async with started(Quiet("1234"), env) as worker:
+            await says(worker, "works for namespace")
+            await namespace("delete", "-n", "gone", "--yes")
+            code = await asyncio.wait_for(worker.process.wait(), SECONDS)
+            last = lines(written(worker))[-1]["message"]
+    assert code == 2 and last == f"{address} answers NOT_FOUND; {CHECK}"
+
+
 # --- What does not start -------------------------------------------------------------------------
 
-
-async def ended(env: Mapping[str, str], metrics: str | None = None) -> tuple[object, str]:
-    """The exit code of a Worker that cannot start, and the one thing it says."""
-    async with started(Quiet("1234"), env, metrics) as child:
-        code = await asyncio.wait_for(child.process.wait(), SECONDS)
-        (line,) = lines(written(child))
-        return code, line["message"]
-
-
-async def test_what_cannot_start_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = f"127.0.0.1:{taken.getsockname()[1]}"
-        metrics, server = await asyncio.gather(ended({}, port), ended(profile(tmp_path, nobody)))
-    assert metrics[0] == 2 and metrics[1].startswith(f"--metrics {port}: ")
-    assert server[0] == 1 and server[1].startswith(f"no connection to {nobody}; check")
+CHECK = "check the namespace and the API key"
 
 
 class Left(Exception):
@@ -344,60 +349,26 @@ async def refusal(env: Mapping[str, str]) -> str:
     return str(left.value)
 
 
-@pytest.mark.usefixtures("leaving")
-async def test_a_configuration_that_cannot_work_is_named(tmp_path: Path) -> None:
-    unknown = profile(tmp_path, "x:1") | {"TEMPORAL_PROFILE": "fleeet"}
-    broken = profile(tmp_path, "x:1", f"again = {KEY}")
-    no_file = profile(tmp_path, "x:1", 'tls.client_cert_path = "/no/cert"')
-    assert (await refusal(unknown)).endswith("cannot be used: Profile 'fleeet' not found")
-    assert (await refusal(broken)).startswith("2 the Temporal configuration cannot be used: ")
-    assert "/no/cert" in await refusal(no_file)
-    assert (await refusal(profile(tmp_path, "no address"))).startswith("2 no address is no ")
-    for build in ("nowhere:worker", "worker_wiring:nothing", ""):
-        with pytest.raises(Left, match=f"^2 --build takes MODULE:FUNCTION, .* no {build}: "):
-            recipe.named(build)
-
-
-@pytest.mark.usefixtures("leaving")
-async def test_the_namespace_of_the_profile_is_asked_for(server: DevServer, tmp_path: Path) -> None:
-    rest, address = 'tls.disabled = true\nnamespace = "another"', await server.address()
-    refused = await refusal(profile(tmp_path, address, rest))
-    assert refused == f"1 {address} answers NOT_FOUND; check the namespace and the API key"
-
-
-@pytest.mark.usefixtures("leaving")
-async def test_a_profile_with_an_api_key_turns_tls_on(tmp_path: Path) -> None:
-    greetings = list[bytes]()
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greetings.append(await reader.read(2))
-        writer.close()
-
-    async with await asyncio.start_server(greet, "127.0.0.1", 0) as listening:
-        address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        assert (await refusal(profile(tmp_path, address, rest=""))).startswith("1 no connection")
-    assert set(greetings) == {b"\x16\x03"}  # how a TLS handshake begins
-
-
 # --- Tracing, if it is wanted --------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("leaving")
-async def test_nothing_is_traced_if_no_collector_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # any import of it fails
-    with recipe.traced("a Worker") as plugins:
-        assert plugins == []
-
-
-@pytest.mark.usefixtures("leaving")
-async def test_tracing_without_opentelemetry_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(Left, match="2 tracing needs opentelemetry: pip install -e"):
-        recipe.traced("a Worker").__enter__()
+async def test_a_configuration_that_cannot_work_is_named(server: DevServer, tmp_path: Path) -> None:
+    unknown = profile(tmp_path, "x:1") | {"TEMPORAL_PROFILE": "fleeet"}
+    no_file = profile(tmp_path, "x:1", 'tls.client_cert_path = "/no/cert"')
+    foreign = profile(tmp_path, await server.address(), 'tls.disabled = true\nnamespace = "x"')
+    nobody = profile(tmp_path, f"127.0.0.1:{free_port()}")
+    assert (await refusal(unknown)).endswith("cannot be used: Profile 'fleeet' not found")
+    assert (await refusal(no_file)).startswith("2 ") and "/no/cert" in await refusal(no_file)
+    for address in ("no address", "localhost", "http://localhost:7233", "localhost:"):
+        refused = await refusal(profile(tmp_path, address))
+        assert refused == f"2 {address} is no address of a Temporal server; give HOST:PORT"
+    assert await refusal(foreign) == f"2 {await server.address()} answers NOT_FOUND; {CHECK}"
+    assert (await refusal(nobody)).startswith("1 no connection to 127.0.0.1:")  # it may come
+    with pytest.raises(Left, match="^2 --build takes MODULE:FUNCTION, .* no nowhere:worker: "):
+        recipe.named("nowhere:worker")
+    with pytest.raises(Left, match="^2 --metrics nowhere: "):
+        recipe.observed("nowhere")
 
 
 async def test_the_file_of_a_workflow_is_imported_once(

@@ -8,9 +8,11 @@ about twenty short calls, a few cents. Stripe, xmemory, the shop and the people 
 
 An answer that is not a step (no tool called or two, unreadable arguments, a refusal, cut off)
 becomes a step that the guard rails reject. The model sees why. After twelve turns a human takes
-over. A call that fails (429, 5xx, no answer) raises, and Temporal retries it; the SDK
-does not. Another 4xx is final. A plain process has no retry: there a 429 ends the case, and nothing
-can be compared. Not here: streaming, prompt caching, the delay that a 429 asks for.
+over. A call that fails (429, 5xx, no answer) raises, and Temporal retries it; the SDK does not. A
+time-out is retried twice: the provider may bill an answer that nobody waited for. Another 4xx, a
+used-up quota and a request that cannot be sent are final. A plain process has no retry: there a 429
+ends the case, and nothing can be compared. Not here: streaming, prompt caching, the delay that a
+429 asks for.
 """
 
 import argparse
@@ -18,8 +20,9 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 from temporalio.exceptions import ApplicationError
@@ -34,6 +37,8 @@ TIMEOUT = (
 MAX_TOKENS = 4_000  # of one answer: a step takes fifty, a model that thinks first takes more
 SCENE_SECONDS = 600.0  # to the kill, and to the end: a dozen calls each, some made again
 RETRIED = (408, 409, 429)  # of the 4xx: the same request may succeed later
+TIMEOUTS = 3  # of one turn, each billed perhaps; then the case is for a human
+UNSENDABLE = {"UnsupportedProtocol", "InvalidURL", "LocalProtocolError", "UnicodeEncodeError"}
 
 RULES = """You handle one refund case of a shop. Choose the next step: call exactly one tool.
 The user message is one JSON document, all that is known of the case. The texts in it come from the
@@ -137,38 +142,47 @@ def step_of(answer: ModelAnswer, order: Order | None) -> Step:
     return Step(name, given.get("text", ""), amount)
 
 
-@contextmanager
-def model_errors() -> Iterator[None]:
-    """Turn an SDK's error into a final one, or into one that Temporal retries. `from None`, because
-    its texts and its request hold keys and people."""
-    try:
-        yield
-    except Exception as error:
-        status = getattr(error, "status_code", None) or 0
-        if 400 <= status < 500 and status not in RETRIED:
-            raise ApplicationError(
-                f"the provider refused the request with {status}; check the API key, the model's "
-                "name and the base URL",
-                type="CallFailed",
-                non_retryable=True,
-            ) from None
-        raise ModelFailed(f"no answer: {status or type(error).__name__}") from None
+def final(why: str) -> ApplicationError:
+    return ApplicationError(why, type="CallFailed", non_retryable=True)
+
+
+def failed(error: Exception) -> Exception:
+    """An SDK's error as a final one, or as one that Temporal retries. Raise it `from None`, because
+    the texts and the request of the first one hold keys and people."""
+    status = getattr(error, "status_code", None) or 0
+    if unsent := UNSENDABLE & {type(each).__name__ for each in (error, error.__cause__)}:
+        return final(f"the request cannot be sent ({unsent.pop()}); check the key and the base URL")
+    if status == 402 or "insufficient_quota" in str(getattr(error, "body", "")):
+        return final(f"the provider's quota is used up ({status}); pay, or use another key")
+    if 400 <= status < 500 and status not in RETRIED:
+        check = "check the API key, the model's name and the base URL"
+        return final(f"the provider refused the request with {status}; {check}")
+    return ModelFailed(f"no answer: {status or type(error).__name__}")
 
 
 class Model:
     """`RefundActivities(decide=model.decide)` makes it the decider of a Worker. It keeps a list of
-    what was paid for; a Worker that lives long should count instead."""
+    what was paid for; a Worker that lives long should count instead. `unanswered` counts the calls
+    that brought no answer. The provider may bill them as well."""
 
     default = ""
 
     def __init__(self, name: str, close: Callable[[], Awaitable[None]]) -> None:
         self.name, self.aclose, self.paid = name or self.default, close, list[Paid]()
+        self.unanswered, self.timeouts = 0, Counter[tuple[str, int]]()
 
     async def decide(self, known: Known) -> Step:
-        with model_errors():  # the SDK's timeout is for every part of an answer
-            async with asyncio.timeout(TIMEOUT):
+        turn = turn_of(known)
+        try:
+            async with asyncio.timeout(TIMEOUT):  # an SDK's own is for every part of an answer
                 answer = await self.answer(facts(known))
-        self.paid.append(Paid(turn_of(known), answer.input_tokens, answer.output_tokens))
+        except Exception as error:
+            self.unanswered += 1
+            self.timeouts[known.request.name, turn] += isinstance(error, TimeoutError)
+            if self.timeouts[known.request.name, turn] >= TIMEOUTS:
+                raise final(f"no answer within {TIMEOUT:.0f} s, {TIMEOUTS} times") from None
+            raise failed(error) from None
+        self.paid.append(Paid(turn, answer.input_tokens, answer.output_tokens))
         return step_of(answer, known.order)
 
     async def answer(self, shown: str) -> ModelAnswer:
@@ -183,7 +197,7 @@ class OpenAIModel(Model):
     def __init__(self, name: str, api_key: str) -> None:
         from openai import AsyncOpenAI  # here, so that one SDK is enough
 
-        self._client = AsyncOpenAI(api_key=api_key, max_retries=0, timeout=TIMEOUT)
+        self._client = AsyncOpenAI(api_key=api_key, max_retries=0, timeout=None)
         super().__init__(name, self._client.close)
 
     async def answer(self, shown: str) -> ModelAnswer:
@@ -224,7 +238,7 @@ class AnthropicModel(Model):
     def __init__(self, name: str, api_key: str) -> None:
         from anthropic import AsyncAnthropic
 
-        self._client = AsyncAnthropic(api_key=api_key, max_retries=0, timeout=TIMEOUT)
+        self._client = AsyncAnthropic(api_key=api_key, max_retries=0, timeout=None)
         super().__init__(name, self._client.close)
 
     async def answer(self, shown: str) -> ModelAnswer:
@@ -270,8 +284,8 @@ class Live(run_demo.Scenario):
     async def decide(self, known: Known) -> object:
         try:
             return await self.model.decide(known)
-        except ApplicationError as final:
-            raise harness.HarnessError(final.message) from None
+        except ApplicationError as error:
+            raise harness.HarnessError(error.message) from None
 
 
 class LivePlain(Live, run_demo.Plain): ...
@@ -285,28 +299,23 @@ def lost(paid: Sequence[Paid]) -> list[Paid]:
     return [one for at, one in enumerate(paid) if any(it.turn <= one.turn for it in paid[at + 1 :])]
 
 
-def show(plain: Sequence[Paid], durable: Sequence[Paid]) -> None:
+COUNTS: dict[str, Callable[[Sequence[Paid]], int]] = {
+    "model calls": len,
+    "input tokens": lambda paid: sum(it.input_tokens for it in paid),
+    "output tokens": lambda paid: sum(it.output_tokens for it in paid),
+}
+
+
+def show(plain: Model, durable: Model) -> None:
     run_demo.heading("What the model cost")
+    rows = [
+        (label + name, count(part(plain.paid)), count(part(durable.paid)))
+        for label, part in (("", list), ("lost to the crash: ", lost))
+        for name, count in COUNTS.items()
+    ]
     print(f"{'':32}{'plain process':>16}{'Temporal Workflow':>20}")
-    labels = [
-        f"{of}{what}"
-        for of in ("", "lost to the crash: ")
-        for what in ("model calls", "input tokens", "output tokens")
-    ]
-    columns = [
-        [
-            count
-            for calls in (paid, lost(paid))
-            for count in (
-                len(calls),
-                sum(it.input_tokens for it in calls),
-                sum(it.output_tokens for it in calls),
-            )
-        ]
-        for paid in (plain, durable)
-    ]
-    for label, one, other in zip(labels, *columns, strict=True):
-        print(f"{label:32}{one:>16,}{other:>20,}")
+    for row in [*rows, ("calls without an answer", plain.unanswered, durable.unanswered)]:
+        print("{:32}{:>16,}{:>20,}".format(*row))
 
 
 async def play(provider: str, name: str, key: str) -> int:
@@ -318,7 +327,7 @@ async def play(provider: str, name: str, key: str) -> int:
     plain, durable = LivePlain(first), LiveDurable(second)
     async with aclosing(first), aclosing(second):
         await run_demo.play_both(plain, durable)
-    show(first.paid, second.paid)
+    show(first, second)
     if not (plain.killed_at and durable.killed_at):
         print("\nA case ended before its refund: nothing was killed, so this compares nothing.")
         return 1
@@ -332,10 +341,13 @@ def main() -> None:
     parser.add_argument("--provider", required=True, choices=PROVIDERS)
     parser.add_argument("--model", metavar="NAME", default="", help="if not said, a small one")
     given = parser.parse_args()
-    name = f"{given.provider.upper()}_API_KEY"
-    key = os.environ.pop(name, "").strip()  # popped: the processes that get killed need no key
-    if not key:
-        parser.exit(2, f"Set {name} to your API key.\n")
+    name = given.provider.upper()
+    key = os.environ.pop(f"{name}_API_KEY", "").strip()  # processes that get killed need no key
+    if not re.fullmatch("[!-~]+", key):
+        parser.exit(2, f"Set {name}_API_KEY to your API key.\n")
+    base = os.environ.get(f"{name}_BASE_URL")
+    if base is not None and not re.fullmatch(r"https?://[^\s/]+\S*", base):
+        parser.exit(2, f"{name}_BASE_URL is no http or https URL. Mend it, or do not set it.\n")
     harness.run(play(given.provider, given.model, key))
 
 

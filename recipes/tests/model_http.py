@@ -66,9 +66,9 @@ def shown_in(body: Any) -> str:
     return str(body["input"] if "input" in body else body["messages"][0]["content"])
 
 
-def failure(status: int) -> Answer:
+def failure(status: int, code: str = "") -> Answer:
     """An error of either API, which quotes what must not be quoted."""
-    body = {"error": {"message": f"about {KEY}", "type": "an_error"}}
+    body = {"error": {"message": f"about {KEY}", "type": "an_error", "code": code}}
     return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 

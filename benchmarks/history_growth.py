@@ -1,14 +1,11 @@
-"""How Event History grows with the turns of the loop: all that is known sent to the decider each
-time, as the agent does, against a decider that asks the Workflow for it with a Query.
+"""How Event History grows with the turns of a conversation, in two ways.
 
-    python benchmarks/history_growth.py [--turns 10 20 40 80]
+    python benchmarks/history_growth.py [--turns 10 80 400]
 
-Every turn is a question with an answer of 1 KiB, the last one a denial. `sent` is the agent as it
-is, with its bounds lifted: Known holds everything, so bytes grow with the square of the turns.
-`queried` sends a Known without answers, and the decider reads the rest from its own Workflow: the
-loop is unchanged, each answer is in history once, and bytes grow in line with the turns. Its price:
-the decider needs a Temporal client, and a Worker that does not have the case cached replays it for
-every Query. Events are the same.
+`sent` sends all that is known with each Activity, as the refund agent does: bytes grow with the
+square of the turns. `queried` is `recipes/long_case.py`: the Activity reads the conversation from
+its own Workflow with a Query, and every hundred turns a new run begins. A turn is a message of
+1 KiB and a short reply. Events and bytes are those of all runs. Temporal ends a run at 50 MB.
 """
 
 import argparse
@@ -16,103 +13,94 @@ import json
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from temporalio import activity, workflow
-from temporalio.client import Client
-from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+from temporalio.client import (
+    Client,
+    WorkflowFailureError,
+    WorkflowHistoryEventFilterType,
+)
+from temporalio.runtime import LoggingConfig, Runtime, TelemetryConfig, TelemetryFilter
+from temporalio.service import RPCError
+from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness
-import refund_agent
-import run_demo
-from memory_activities import MemoryActivities
-from refund_agent import (
-    Answer,
-    Known,
-    Question,
-    RefundActivities,
-    RefundAgent,
-    RefundRequest,
-    RefundResult,
-    Step,
+from recipes.long_case import END, REPLY_TIMEOUT, Conversation, LongCase, Replies
+
+MESSAGE = "x" * 1_024
+QUIET = TelemetryConfig(
+    logging=LoggingConfig(TelemetryFilter(core_level="ERROR", other_level="ERROR"))
 )
-
-OBSERVATION = "x" * 1_024
-REQUEST = RefundRequest("1", "ann", "Please refund order 1.")
+LAST = WorkflowHistoryEventFilterType.CLOSE_EVENT
 
 
-@workflow.defn
-class Queried(RefundAgent):
+async def reply(said: Sequence[str]) -> str:
+    """The customer's next message follows at once."""
+    info = activity.info()
+    turns = int((info.workflow_id or "").rpartition("-")[2])
+    case = activity.client().get_workflow_handle(info.workflow_id or "")
+    with suppress(RPCError):  # the server has ended it
+        await case.signal("say", MESSAGE if len(said) // 2 + 1 < turns else END)
+    return "I see."
+
+
+@activity.defn
+async def reply_to_all(said: Sequence[str]) -> str:
+    return await reply(said)
+
+
+@workflow.defn(sandboxed=False)
+class Sent(LongCase):
     @workflow.init
-    def __init__(self, request: RefundRequest) -> None:
-        super().__init__(request)
+    def __init__(self, conversation: Conversation) -> None:
+        super().__init__(conversation)
 
     @workflow.run
-    async def run(self, request: RefundRequest) -> RefundResult:
-        return await super().run(request)
-
-    async def act(self, step: Any, argument: Any) -> Any:
-        if isinstance(argument, Known):
-            self._known = argument
-            argument = replace(argument, answers={})
-        return await super().act(step, argument)
-
-    @workflow.query
-    def known(self) -> Known:
-        return self._known
+    async def run(self, conversation: Conversation) -> int:
+        while True:
+            await workflow.wait_condition(lambda: bool(self.unread))
+            if (message := self.unread.pop(0)) == END:
+                return len(self.said) // 2
+            self.said.append(message)
+            answer = await workflow.execute_activity(
+                reply_to_all, self.said, start_to_close_timeout=REPLY_TIMEOUT
+            )
+            self.said.append(answer)
 
 
-WAYS = {"sent": RefundAgent, "queried": Queried}
-
-
-async def decide(turns: int, known: Known) -> Step:
-    """Ask a question in every turn but the last."""
-    if activity.info().workflow_type == "Queried":
-        case = activity.client().get_workflow_handle(activity.info().workflow_id or "")
-        known = await case.query("known", result_type=Known)
-    asked = len(known.answers)
-    return Step("ask", f"Question {asked}?") if asked < turns - 1 else Step("deny", "enough")
-
-
-class World(run_demo.Durable):
-    async def ask(self, question: Question) -> Answer:
-        self.asked.append(question)
-        return Answer(question.id, OBSERVATION)
+WAYS: dict[str, Any] = {"sent": Sent, "queried": LongCase}
 
 
 async def measure(client: Client, way: str, turns: int) -> dict[str, Any]:
-    agent: Any = WAYS[way]
-    world, queue = World("1"), str(uuid.uuid4())
-    steps = RefundActivities(stripe=None, shop=None, decide=partial(decide, turns))
-    activities = [steps.agent_decide_next_step, *MemoryActivities(world.xmemory).all()]
-    async with Worker(
-        client,
-        task_queue=queue,
-        workflows=[agent],
-        activities=activities,
-        workflow_runner=UnsandboxedWorkflowRunner(),  # else the bounds would not be lifted in it
-    ):
-        case = await client.start_workflow(agent.run, REQUEST, id=queue, task_queue=queue)
-        await world.attend(case)
-    result = world.result
-    if (result and result.outcome, len(world.asked)) != ("denied", turns - 1):
-        raise harness.HarnessError(f"{way} did not make its {turns} turns")
-    info = (await case.describe()).raw_description.workflow_execution_info
-    events, size = info.history_length, info.history_size_bytes
-    print(f"{way:10}{turns:6,}{events:10,}{size:12,}{size // turns:16,}", flush=True)
-    return {"way": way, "turns": turns, "events": events, "bytes": size}
+    id, first = f"{uuid.uuid4()}-{turns}", Conversation(unread=[MESSAGE])
+    activities: list[Any] = [Replies(reply).reply, reply_to_all]
+    made = None
+    async with Worker(client, task_queue=id, workflows=[WAYS[way]], activities=activities):
+        case = await client.start_workflow(WAYS[way].run, first, id=id, task_queue=id)
+        with suppress(WorkflowFailureError):  # the server ended it
+            made = await case.result()
+    runs, events, size, run_id = 0, 0, 0, case.first_execution_run_id
+    while run_id:
+        run = client.get_workflow_handle(id, run_id=run_id)
+        info = (await run.describe()).raw_description.workflow_execution_info
+        runs, events, size = runs + 1, events + info.history_length, size + info.history_size_bytes
+        async for event in run.fetch_history_events(event_filter_type=LAST):
+            run_id = event.workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+    row = {"way": way, "turns": turns, "made": made, "runs": runs, "events": events, "bytes": size}
+    ends = "" if made == turns else "   ended by the server"
+    print(f"{way:10}{turns:6,}{runs:6}{events:10,}{size:14,}{size // turns:14,}{ends}", flush=True)
+    return row
 
 
 async def main(turns: Sequence[int]) -> int:
-    refund_agent.MAX_TURNS = refund_agent.MAX_QUESTIONS = max(turns)
-    print("way        turns    events       bytes    bytes a turn")
+    print("way        turns  runs    events         bytes  bytes a turn")
     async with harness.dev_server(*harness.FAST_TIMERS) as server:
-        client = await server.client()
+        client = await server.client(runtime=Runtime(telemetry=QUIET))
         rows = [await measure(client, way, n) for way in WAYS for n in turns]
     print(json.dumps({"history_growth": rows}), flush=True)
     return 0
@@ -120,5 +108,5 @@ async def main(turns: Sequence[int]) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, nargs="+", default=(10, 20, 40, 80), metavar="N")
+    parser.add_argument("--turns", type=int, nargs="+", default=(10, 80, 400), metavar="N")
     harness.run(main(parser.parse_args().turns))

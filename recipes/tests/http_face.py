@@ -4,8 +4,16 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install -e '.[recipes]'")
+
+from aiohttp import web  # noqa: E402
+
+GRACE_SECONDS = 0.1  # for requests that are still open at the end
 
 
 class Request(NamedTuple):
@@ -35,44 +43,22 @@ class HttpFace(ABC):
         self.url = ""
         self.requests: list[Request] = []
         self.script: list[Answer | asyncio.Event | None] = []
-        self._connections: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     async def answer(self, request: Request) -> Answer | None: ...
 
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.create_task(self._serve(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
-
-    async def close(self) -> None:
-        for connection in (connections := list(self._connections)):
-            connection.cancel()
-        for ended in await asyncio.gather(*connections, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError):  # the client has left
-                while True:
-                    request = await _receive(reader)
-                    self.requests.append(request)
-                    if (answer := await self._scripted(request)) is None:
-                        return
-                    writer.write(_encoded(answer, self.headers))
-                    await writer.drain()
-        finally:
-            writer.close()
-
-    async def _scripted(self, request: Request) -> Answer | None:
-        if not self.script:
-            return await self.answer(request)
-        first = self.script.pop(0)
-        if not isinstance(first, asyncio.Event):
-            return first
-        await first.wait()
-        return await self.answer(request)
+    async def handle(self, sent: web.BaseRequest) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in sent.headers.items()}
+        request = Request(sent.method, sent.raw_path, headers, await sent.read())
+        self.requests.append(request)
+        scripted = self.script.pop(0) if self.script else await self.answer(request)
+        if isinstance(scripted, asyncio.Event):
+            await scripted.wait()
+            scripted = await self.answer(request)
+        if scripted is None and sent.transport:
+            sent.transport.abort()
+        status, body, more = scripted or Answer(500, b"")
+        return web.Response(status=status, body=body, headers={**more, **self.headers})
 
 
 Face = TypeVar("Face", bound=HttpFace)
@@ -80,24 +66,11 @@ Face = TypeVar("Face", bound=HttpFace)
 
 @asynccontextmanager
 async def serving(face: Face) -> AsyncIterator[Face]:
-    async with await asyncio.start_server(face.accept, "127.0.0.1", 0) as server:
-        face.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield face
-        finally:
-            await face.close()
-
-
-async def _receive(reader: asyncio.StreamReader) -> Request:
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[:-2]
-    method, path, _ = first.split(" ")
-    fields = (line.partition(": ") for line in lines)
-    headers = {name.lower(): value for name, _, value in fields}
-    data = await reader.readexactly(int(headers.get("content-length", 0)))
-    return Request(method, path, headers, data)
-
-
-def _encoded(answer: Answer, more: Mapping[str, str]) -> bytes:
-    headers = {**answer.headers, **more, "Content-Length": len(answer.body)}
-    lines = [f"HTTP/1.1 {answer.status} -", *(f"{name}: {headers[name]}" for name in headers)]
-    return "\r\n".join([*lines, "", ""]).encode() + answer.body
+    runner = web.ServerRunner(web.Server(face.handle), shutdown_timeout=GRACE_SECONDS)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    face.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield face
+    finally:
+        await runner.cleanup()

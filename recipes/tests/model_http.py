@@ -18,7 +18,7 @@ class Reply:
     """What the model does: the tools it calls, and how its answer ends (`CUT` of them are cut)."""
 
     calls: Sequence[tuple[str, object]] = ()
-    ended: str = ""  # "", refusal, length, filtered or failed
+    ended: str = ""  # "", refusal or length
     says: str = ""
 
 
@@ -104,13 +104,12 @@ def as_openai(reply: Reply) -> dict[str, Any]:
         kind, text = ("refusal",) * 2 if reply.ended == "refusal" else ("output_text", "text")
         part = {"type": kind, text: reply.says, "annotations": []}
         output.append({"type": "message", "id": "msg_1", "role": "assistant", "content": [part]})
-    why = {"length": "max_output_tokens", "filtered": "content_filter"}.get(reply.ended)
-    status = "incomplete" if why else "failed" if reply.ended == "failed" else "completed"
+    cut = reply.ended == "length"
     return {
         "object": "response",
-        "status": status,
+        "status": "incomplete" if cut else "completed",
         "output": output,
-        "incomplete_details": {"reason": why} if why else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
     }
 
 
@@ -120,7 +119,7 @@ def as_anthropic(reply: Reply) -> dict[str, Any]:
         {"type": "tool_use", "id": f"toolu_{at}", "name": name, "input": given}
         for at, (name, given) in enumerate(reply.calls)
     ]
-    ended = {"length": "max_tokens", "refusal": "refusal", "filtered": "refusal"}
+    ended = {"length": "max_tokens", "refusal": "refusal"}
     usual = "tool_use" if reply.calls else "end_turn"
     return {
         "type": "message",

@@ -19,7 +19,7 @@ xmemory = pytest.importorskip(
 )
 
 from recipes import real_memory  # noqa: E402
-from recipes.real_memory import NAME, SCHEMA, conflicts, find_or_create, main  # noqa: E402
+from recipes.real_memory import NAME, SCHEMA, find_or_create, main  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "real_memory.py"
 KEY = "key-canary"
@@ -87,19 +87,6 @@ async def test_the_instance_of_the_environment_goes_before_the_name(
     assert await found() == ("other", False)
 
 
-@pytest.mark.parametrize("clusters", [0, 2])
-async def test_which_cluster_is_never_guessed(
-    face: XmemoryFace, monkeypatch: pytest.MonkeyPatch, clusters: int
-) -> None:
-    face.clusters = [{"id": f"c{n}", "org_id": "o", "name": "n"} for n in range(clusters)]
-    with pytest.raises(HarnessError, match=f"sees {clusters} clusters; set XMEM_CLUSTER_ID"):
-        await found()
-    assert not face.instances
-    if clusters:
-        monkeypatch.setenv("XMEM_CLUSTER_ID", "c1")
-        assert await found() == ("made-1", True) and face.instances[0]["cluster_id"] == "c1"
-
-
 def changed(*path: str, **to: Any) -> Mapping[str, Any]:
     """The schema with these values in the part that the path leads to."""
     schema = copy.deepcopy(SCHEMA)
@@ -111,37 +98,26 @@ def changed(*path: str, **to: Any) -> Mapping[str, Any]:
 
 
 CUSTOMER = ("objects", "Customer")
-WRONG_KEY = "Customer must have the primary key customer_id"
-NO_TEXTS = ["Customer.customer_id must be a text", "Customer.past_cases must be a text"]
 
 
 @pytest.mark.parametrize(
     ("schema", "wrong"),
     [
-        (SCHEMA, []),
-        (changed("objects", Product={"primary_key": ["sku"], "fields": {}}), []),
-        (changed(*CUSTOMER, "fields", "past_cases", type="string"), []),
         (
-            changed(*CUSTOMER, "fields", past_cases={"type": "float"}),
-            ["Customer.past_cases must be a text"],
+            {},
+            "Customer must have the primary key customer_id; Customer.customer_id must be a text;",
         ),
         (
             changed(*CUSTOMER, "fields", shop={"type": "str", "required": True}),
-            ["Customer.shop is required, and the agent does not know it"],
+            "Customer.shop is required, and the agent does not know it",
         ),
-        ({}, [WRONG_KEY, *NO_TEXTS]),
     ],
 )
-def test_a_schema_fits_if_it_holds_what_the_agent_writes(
-    schema: Mapping[str, Any], wrong: list[str]
+async def test_a_schema_that_conflicts_is_one_line(
+    face: XmemoryFace, schema: Mapping[str, Any], wrong: str
 ) -> None:
-    assert conflicts(schema) == wrong
-
-
-async def test_a_schema_that_conflicts_is_one_line(face: XmemoryFace) -> None:
-    schema = changed(*CUSTOMER, primary_key=[])
     face.instances = [{"id": "i", "cluster_id": "c", "name": NAME, "data_schema": schema}]
-    assert await refused() == f"the schema of instance i conflicts: {WRONG_KEY}"
+    assert (await refused()).startswith(f"the schema of instance i conflicts: {wrong}")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +135,3 @@ async def test_what_is_wrong_with_the_environment_is_one_line(
     monkeypatch.setenv(name, value)
     said = await refused()
     assert said.startswith(line) and "canary" not in said
-
-
-async def test_without_the_client_the_program_says_what_to_install() -> None:
-    without = "import sys, runpy; sys.modules['xmemory'] = None; runpy.run_path(sys.argv[1])"
-    code, out, err = await ended("-c", without, RECIPE)
-    assert (code, out) == (1, "") and err.startswith("xmemory is not installed. Install it with")

@@ -293,11 +293,6 @@ async def test_a_live_key_is_one_line_and_no_request(environment: None, real: Re
     assert "STRIPE_API_KEY is not a test-mode key" in err and "secret" not in err
 
 
-async def test_missing_packages_are_one_line(environment: None) -> None:
-    code, out, err = await ended("-I", "-S", RECIPE)
-    assert (code, out, err.count("\n")) == (1, "", 1) and "pip install -e '.[stripe]'" in err
-
-
 @pytest.mark.parametrize(
     ("signum", "code"),
     [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
@@ -325,10 +320,3 @@ async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
     case = await temporal.get_workflow_handle(order_id).describe()
     killed = signum == signal.SIGKILL
     assert (case.status == WorkflowExecutionStatus.TERMINATED) != killed
-
-
-async def test_the_recipe_cleans_up(environment: None, real: Real) -> None:
-    paid = await real_stripe.pay(real.client, "order-1")
-    code, out, err = await ended(RECIPE, "--clean-up")
-    (refund,) = real.fake.refunds.values()
-    assert (code, err, refund["payment_intent"]) == (0, "", paid) and refund["id"] in out

@@ -147,15 +147,6 @@ def says(word: str) -> Answer:
     return Answer(200, json.dumps({"items": [item]}).encode())
 
 
-@pytest.mark.parametrize("status", [each.value for each in xmemory.WriteQueueStatus])
-async def test_every_status_that_the_client_knows_arrives_as_its_word(
-    real: Real, status: str
-) -> None:
-    real.face.script = [says(status)]
-    found = await real.memory.write_status(WaitInput("w1"))
-    assert found.write_status == status
-
-
 async def test_a_status_that_the_client_cannot_parse_ends_no_wait(real: Real) -> None:
     real.face.script = [says("compacting")] * 2
     with pytest.raises(ValueError, match="WriteStatusResult"):
@@ -201,16 +192,6 @@ async def test_every_error_has_its_row_whatever_was_called(
     for call in every_call(real.memory):
         assert await failing(call()) == (type, again)
     assert len(real.face.requests) == 6  # the client itself repeats nothing
-
-
-async def test_a_wrong_key_and_an_unknown_instance_are_final(real: Real) -> None:
-    async with connected(real.face.url, CANARY) as client, connected(real.face.url) as other:
-        for instance, type in [
-            (client.instance(INSTANCE), "XmemoryAuthFailed"),
-            (other.instance("inst-2"), "XmemoryNotFound"),
-        ]:
-            for call in every_call(MemoryActivities(instance)):
-                assert await failing(call()) == (type, FINAL)
 
 
 async def test_a_connection_that_is_dropped_or_refused_is_retryable(

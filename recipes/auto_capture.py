@@ -13,6 +13,7 @@ a capture carry no details: project nothing of an Activity that, run again, resu
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,10 +34,21 @@ UNSET = timedelta(days=9999)  # in place of a timeout that is not set
 class AutoCapture(worker.Interceptor):
     instance: XmemoryInstance
     project: Callable[[str, Any], str | None]
+    sample_rate: float = 1.0  # of all Activities; the others are not even projected
     capture_timeout: timedelta = CAPTURE_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample_rate <= 1:
+            raise ValueError("sample_rate must be between 0 and 1")
 
     def intercept_activity(self, next: worker.ActivityInboundInterceptor) -> "_Capturing":
         return _Capturing(next, self)
+
+    def samples(self, info: activity.Info) -> bool:
+        """The same for every attempt, everywhere. An activity id alone recurs in every Workflow."""
+        place = (info.workflow_id, info.workflow_run_id or info.activity_run_id, info.activity_id)
+        digest = hashlib.sha256(repr(place).encode()).digest()
+        return int.from_bytes(digest[:4]) / 2**32 < self.sample_rate
 
     def ends(self, info: activity.Info, began: float) -> float:
         """By this process's clock, because the server's need not agree with it."""
@@ -60,7 +72,7 @@ class _Capturing(worker.ActivityInboundInterceptor):
         info, began = activity.info(), time.monotonic()
         result = await super().execute_activity(input)
         try:
-            if not info.activity_type.startswith(OWN):
+            if not info.activity_type.startswith(OWN) and self._options.samples(info):
                 await self._capture(info, result, began)
         except (Exception, asyncio.CancelledError) as error:  # there is a result, come what may
             # Only the error's class: its text may quote a key or a customer.

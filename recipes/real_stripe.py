@@ -1,27 +1,25 @@
 """The official `stripe` SDK in place of the stand-in: one refund in Stripe's test mode.
 
     pip install -e '.[stripe]' && export STRIPE_API_KEY=sk_test_...
-    python recipes/real_stripe.py              pays 200.00 with a test card, refunds 80.00 of it
-    python recipes/real_stripe.py --clean-up   refunds what is left of all payments made here
+    python recipes/real_stripe.py     pays 200.00 with a test card, and refunds 80.00 of it
 
 Test mode costs nothing and moves no money. Any other key is refused before anything is sent. A
 restricted key (rk_test_) must write payment intents and refunds, and read charges. STRIPE_API_BASE
 names the server that is asked in place of Stripe: a recording proxy, or one that speaks its API.
 Shop, decider, customer and memory stay the demo's stand-ins. The Worker is killed one step before
 the refund, and a new one goes on. Every run sells an order of its own, because the agent makes one
-refund for an order line, and Stripe keeps the idempotency key for a day. A run that is cut short
-leaves its payment. Do not clean up beside a run.
+refund for an order line, and Stripe keeps the idempotency key for a day. Payments and refunds stay
+in the test-mode account.
 
 In a project of your own, copy `stripe_client` and hand its client to `RefundActivities`. For live
 money its TEST_KEY is the line to change, and the last one.
 """
 
-import argparse
 import os
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +34,6 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing.name} is not installed. Install what is needed: pip install -e '.[stripe]'")
 
 TEST_KEY = re.compile(r"[sr]k_test_[A-Za-z0-9_]+")
-MADE_BY = "durable-refund-agent recipes/real_stripe.py"  # in the metadata of our payments
 SOLD = run_demo.ORDERS[0]  # its payment is larger, so Stripe's limit is not what saves us
 
 
@@ -65,25 +62,11 @@ async def pay(client: stripe.StripeClient, order_id: str) -> str:
             "payment_method": "pm_card_visa",
             "automatic_payment_methods": {"enabled": True, "allow_redirects": "never"},
             "confirm": True,
-            "metadata": {"made_by": MADE_BY, "order_id": order_id},
+            "metadata": {"order_id": order_id},
         },
         {"idempotency_key": f"payment:{order_id}"},
     )
     return payment.id
-
-
-async def clean_up(client: stripe.StripeClient) -> AsyncIterator[stripe.Refund]:
-    """Refund the remaining amount of our payments. Stripe's search lags behind, so look at all."""
-    payments = await client.v1.payment_intents.list_async(
-        {"limit": 100, "expand": ["data.latest_charge"]}
-    )
-    async for payment in payments.auto_paging_iter():
-        paid = payment.latest_charge if payment.status == "succeeded" else None
-        ours = getattr(payment.metadata, "made_by", None) == MADE_BY
-        if ours and isinstance(paid, stripe.Charge) and not paid.refunded:
-            yield await client.v1.refunds.create_async(  # without an amount: all that is left
-                {"payment_intent": payment.id}, {"idempotency_key": f"clean-up:{payment.id}"}
-            )
 
 
 class Story(run_demo.Durable):
@@ -107,38 +90,28 @@ async def worker(remote: Any, queue: str) -> None:
     await run_demo.worker(remote, queue)
 
 
-async def main(clean: bool) -> int:
+async def main() -> int:
     client, order_id = stripe_client(os.environ), f"real-stripe-{uuid.uuid4()}"
-    story, refunds = Story(order_id), list[stripe.Refund]()
+    story = Story(order_id)
     try:
-        if clean:
-            async for refund in clean_up(client):
-                refunds.append(refund)
-        else:
-            async with run_demo.temporal_server() as story.server:
-                intent = await pay(client, order_id)
-                story.say("Stripe", f"payment {intent}; if this is cut short, use --clean-up")
-                story.sell(intent)
-                async with story.process() as first:
-                    await story.play(first)
-            refunds += (await client.v1.refunds.list_async({"payment_intent": intent})).data
+        async with run_demo.temporal_server() as story.server:
+            intent = await pay(client, order_id)
+            story.say("Stripe", f"payment {intent}")
+            story.sell(intent)
+            async with story.process() as first:
+                await story.play(first)
+        refunds = (await client.v1.refunds.list_async({"payment_intent": intent})).data
     except stripe.StripeError as error:  # its own text may quote the key
         code = getattr(error.error, "code", None) or error.http_status or "no answer"
         id = error.request_id or "not answered"
         raise HarnessError(f"Stripe: {code} (request: {id})") from None
-    finally:
-        for refund in refunds:
-            amount = money(refund.amount, refund.currency)
-            story.say("Stripe", f"refund {refund.id} of {amount}: {refund.status}")
-    if clean:
-        story.say("demo", f"payments that were left, and are refunded now: {len(refunds)}")
-        return 0
+    for refund in refunds:
+        amount = money(refund.amount, refund.currency)
+        story.say("Stripe", f"refund {refund.id} of {amount}: {refund.status}")
     once = bool(story.killed_at) and [refund.amount for refund in refunds] == [SOLD.price]
     story.say("observed" if once else "NOT OBSERVED", "a Worker killed, money moved once")
     return 0 if once else 1
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="One refund in Stripe's test mode.")
-    parser.add_argument("--clean-up", action="store_true", help="refund what runs left behind")
-    harness.run(main(parser.parse_args().clean_up))
+    harness.run(main())

@@ -73,19 +73,17 @@ def failure(status: int, code: str = "") -> Answer:
 
 
 def sensible(facts: dict[str, Any]) -> Reply:
-    if len(facts["answers"]) < len(INTAKE):
-        return Reply([("ask", {"text": INTAKE[len(facts["answers"])]})])
-    lookups = {
-        "lookup_order": "order",
-        "lookup_customer_history": "earlier_refunds",
-        "check_refund_policy": "policy",
-    }
-    for tool, fact in lookups.items():
-        if facts[fact] is None:
-            return Reply([(tool, {})])
-    if facts["policy"].startswith("forbids"):
-        return Reply([("deny", {"text": facts["policy"]})])
-    return Reply([("approve", {"amount": facts["order"]["price"], "text": "plain"})])
+    """The next of six steps; each adds one fact."""
+    known = [facts[fact] is not None for fact in ("order", "earlier_refunds", "policy")]
+    price = (facts["order"] or {}).get("price")
+    steps: list[tuple[str, object]] = [
+        *(("ask", {"text": question}) for question in INTAKE),
+        ("lookup_order", {}),
+        ("lookup_customer_history", {}),
+        ("check_refund_policy", {}),
+        ("approve", {"amount": price, "text": "plain"}),
+    ]
+    return Reply([steps[len(facts["answers"]) + sum(known)]])
 
 
 def as_openai(reply: Reply) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An HTTP face of FakeStripe, for the real SDK. Loopback only.
 
-All behaviour is the fake's. What is here is the wire, and the two calls on payment intents that
-only the recipe makes: to pay with a test card, and to list.
+All behaviour is the fake's. What is here is the wire, and how to pay with a test card, which only
+the recipe does.
 """
 
 import json
@@ -24,7 +24,6 @@ class StripeFace(HttpFace):
     def __init__(self, fake: FakeStripe) -> None:
         super().__init__()
         self.fake = fake
-        self._paid: dict[Any, str] = {}  # payments made here, by account and idempotency key
 
     async def answer(self, request: Request) -> Answer | None:
         headers = {
@@ -54,33 +53,17 @@ class StripeFace(HttpFace):
                 return await v1.refunds.retrieve_async(refund)
             case "GET", "payment_intents", intent:
                 return await v1.payment_intents.retrieve_async(intent, params)
-            case "GET", "payment_intents":
-                return await self._list_payments(params)
             case "POST", "payment_intents":
-                return self._pay(params, key)
+                return self._pay(params)
         raise InvalidRequestError("Unrecognized request URL.", 404)
 
-    def _pay(self, params: dict[str, Any], key: str | None) -> Any:
+    def _pay(self, params: dict[str, Any]) -> Any:
         if params["payment_method"] != "pm_card_visa" or params["confirm"] != "true":
             raise InvalidRequestError("This stand-in knows one card, paid with at once.")
-        if (self.fake, key) not in self._paid:
-            intent = self.fake.add_payment(params["amount"], params["currency"])
-            self.fake.payments[intent]["metadata"] = params["metadata"]
-            self._paid[self.fake, key] = intent
-        return self.fake.payments[self._paid[self.fake, key]]
-
-    async def _list_payments(self, params: dict[str, Any]) -> Any:
-        ids = list(reversed(self.fake.payments))
-        if after := params.get("starting_after"):
-            ids = ids[ids.index(after) + 1 :]
-        shown, limit = {"expand": ["latest_charge"]}, params.get("limit", 10)
-        retrieve = self.fake.v1.payment_intents.retrieve_async
-        return {
-            "object": "list",
-            "url": "/v1/payment_intents",
-            "has_more": len(ids) > limit,
-            "data": [await retrieve(id, shown) for id in ids[:limit]],
-        }
+        intent = self.fake.add_payment(params["amount"], params["currency"])
+        payment = self.fake.payments[intent]
+        payment["metadata"] = params["metadata"]
+        return payment
 
 
 def form(request: Request) -> str:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from temporalio import activity
 from temporalio.client import ActivityFailureError, ActivityHandle, Client
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
 from fake_xmemory import FakeXmemory, WriteResult, XmemoryAPIError
@@ -173,22 +175,15 @@ async def test_a_failure_passes_through_and_is_not_captured(
     assert (cause.type, cause.message, xmemory.calls) == ("Broken", "broken", [])
 
 
-async def test_a_project_that_fails_costs_only_the_capture(
-    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert await desk.run(AutoCapture(xmemory, broken), "answer") == FACT
-    (warning,) = warnings(caplog)
-    assert "ValueError" in warning and "answer" in warning and not xmemory.calls
-
-
-async def test_a_write_that_fails_costs_only_the_capture_and_is_not_repeated(
-    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", [broken, as_text])
+async def test_what_fails_costs_only_the_capture_and_is_not_repeated(
+    desk: Desk, xmemory: FakeXmemory, caplog: pytest.LogCaptureFixture, fails: Any
 ) -> None:
     xmemory.fail_next(XmemoryAPIError("secret"), method="write_async")
-    assert await desk.run(AutoCapture(xmemory, as_text), "answer") == FACT
+    assert await desk.run(AutoCapture(xmemory, fails), "answer") == FACT
     (warning,) = warnings(caplog)
-    assert "XmemoryAPIError" in warning and "answer" in warning
-    assert (xmemory.calls, desk.work.runs) == (["write_async"], 1)
+    assert ("ValueError" if fails is broken else "XmemoryAPIError") in warning
+    assert (len(xmemory.calls), desk.work.runs) == (fails is as_text, 1)
 
 
 @pytest.mark.parametrize(
@@ -255,3 +250,14 @@ async def test_a_cancellation_during_a_capture_does_not_lose_the_result(desk: De
         await handle.cancel()
         assert await handle.result() == FACT
     assert cancelled.is_set() and desk.work.runs == 1
+
+
+def test_a_sample_is_the_same_for_every_attempt_in_every_process(xmemory: FakeXmemory) -> None:
+    half, info = AutoCapture(xmemory, as_text, sample_rate=0.5), ActivityEnvironment.default_info()
+    for attempt in (1, 2):
+        picked = [
+            number
+            for number in range(16)
+            if half.samples(replace(info, workflow_run_id=f"run-{number}", attempt=attempt))
+        ]
+        assert picked == [0, 2, 8, 9, 10, 12, 13, 15]

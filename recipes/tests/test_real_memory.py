@@ -74,19 +74,6 @@ async def test_two_that_start_at_once_use_one_instance(face: XmemoryFace) -> Non
     assert [sent.method for sent in face.requests].count("POST") == 2
 
 
-async def test_the_instance_of_the_environment_goes_before_the_name(
-    face: XmemoryFace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    face.instances = [
-        {"id": id, "cluster_id": "c", "name": NAME, "data_schema": SCHEMA}
-        for id in ("one", "other")
-    ]
-    with pytest.raises(HarnessError, match="2 instances are called refund-agent; set XMEM_INSTAN"):
-        await found()
-    monkeypatch.setenv("XMEM_INSTANCE_ID", "other")
-    assert await found() == ("other", False)
-
-
 def changed(*path: str, **to: Any) -> Mapping[str, Any]:
     """The schema with these values in the part that the path leads to."""
     schema = copy.deepcopy(SCHEMA)

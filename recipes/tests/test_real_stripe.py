@@ -1,7 +1,6 @@
 """The official Stripe SDK, over HTTP, against the stand-in; and the recipe that uses it."""
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import pytest_asyncio
 from http_face import Answer, serving
 from stripe_http import StripeFace, form
-from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
 import fake_stripe
 import harness
-import memory_activities
-from desk import ROOT, Desk, Quiet, ended, program
+from desk import ROOT, Desk, Quiet, ended
 from fake_stripe import FakeStripe
 from harness import DevServer
 from refund_agent import AgreedRefund, Order, RefundActivities, RefundRequest
@@ -186,17 +184,6 @@ async def test_after_a_lost_answer_the_next_attempt_looks_and_then_asks_with_the
     assert len(real.fake.refunds) == 1
 
 
-async def test_an_answer_that_comes_too_late_is_found_by_the_next_attempt(
-    real: Real, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_activities, "client_timeout", lambda: 0.2)
-    real.fake.hold_next_create("after")
-    assert await failing(real) == ("no usable answer", False)
-    assert await real.steps.issue_refund(real.agreed)
-    real.fake.release()
-    assert (len(keys(real)), len(real.fake.refunds)) == (1, 1)
-
-
 async def test_a_refund_is_found_on_the_second_page(real: Real) -> None:
     made = await real.steps.issue_refund(real.agreed)
     for _ in range(100):
@@ -231,28 +218,6 @@ def test_whatever_is_no_test_key_is_refused_and_not_repeated(key: str) -> None:
     assert real_stripe.stripe_client({"STRIPE_API_KEY": "rk_test_1"})
 
 
-async def cleaned(real: Real) -> list[tuple[Any, int]]:
-    return [
-        (refund.payment_intent, refund.amount) async for refund in real_stripe.clean_up(real.client)
-    ]
-
-
-async def test_cleaning_up_refunds_what_is_left_of_our_payments_and_nothing_else(
-    real: Real,
-) -> None:
-    whole, part, done = [await real_stripe.pay(real.client, f"order-{n}") for n in range(3)]
-    for _ in range(100):  # so that ours are on the second page
-        real.fake.add_payment(5000, "usd")
-    await real.refund(8000, payment_intent=part)
-    await real.refund(payment_intent=done)
-    other = real.fake.payments[real.fake.add_payment(5000, "usd")]
-    other["metadata"] = {"made_by": "somebody else"}
-    declined = real.fake.add_payment(5000, "usd", status="requires_payment_method")
-    real.fake.payments[declined]["metadata"] = {"made_by": real_stripe.MADE_BY}
-    assert await cleaned(real) == [(part, 12000), (whole, 20000)]
-    assert await cleaned(real) == []
-
-
 @pytest_asyncio.fixture
 async def temporal(server: DevServer) -> Client:
     """A server that is up: the recipe does not wait for one that the environment names."""
@@ -285,38 +250,3 @@ async def test_the_recipe_kills_its_worker_before_the_refund_and_refunds_once(
     assert retried[0].last_failure.HasField("timeout_failure_info")
     assert f"SIGKILL to process {tries[0].identity.split('@')[0]}:" in out
     assert retried[0].identity != tries[0].identity
-
-
-async def test_a_live_key_is_one_line_and_no_request(environment: None, real: Real) -> None:
-    code, out, err = await ended(RECIPE, env={"STRIPE_API_KEY": "sk_live_secret"})
-    assert (code, out, err.count("\n"), real.face.requests) == (1, "", 1, [])
-    assert "STRIPE_API_KEY is not a test-mode key" in err and "secret" not in err
-
-
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
-)
-async def test_whatever_cuts_it_short_it_leaves_a_payment_and_no_process(
-    environment: None,
-    real: Real,
-    server: DevServer,
-    temporal: Client,
-    signum: signal.Signals,
-    code: int,
-) -> None:
-    real.face.script = [passed(), asyncio.Event()]
-    async with program(RECIPE, env={"TEMPORAL_ADDRESS": await server.address()}) as process:
-        run = asyncio.create_task(process.communicate())
-        while len(real.face.requests) < 2:  # then it waits for the answer to its lookup
-            assert not run.done(), await run
-            await asyncio.sleep(0.02)
-        process.send_signal(signum)
-        out, err = [printed.decode() for printed in await run]
-    assert process.returncode == code and "Traceback" not in err
-    *_, paid = real.fake.payments
-    order_id = real.fake.payments[paid]["metadata"]["order_id"]
-    assert paid in out and not real.fake.refunds and await cleaned(real) == [(paid, 200_00)]
-    case = await temporal.get_workflow_handle(order_id).describe()
-    killed = signum == signal.SIGKILL
-    assert (case.status == WorkflowExecutionStatus.TERMINATED) != killed

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +28,6 @@ import refund_agent
 import run_demo
 from desk import Desk, Quiet, program
 from harness import Child, DevServer
-from recipes import worker as recipe
 from refund_agent import (
     Case,
     Known,
@@ -40,13 +38,13 @@ from refund_agent import (
     start_case,
 )
 
+for library in ("pythonjsonlogger", "opentelemetry.exporter.otlp.proto.http"):
+    pytest.importorskip(library, reason=f"no {library}: pip install -e '.[worker]'")
+
+from recipes import worker as recipe  # noqa: E402
+
 SECONDS = 60
 CANARY, KEY = "text-canary", "key-canary"
-EXPORTER = "opentelemetry-exporter-otlp-proto-http"
-TRACES = any(found.name == EXPORTER for found in distributions())
-needs_tracing = pytest.mark.skipif(
-    not TRACES, reason="OpenTelemetry is not installed: pip install -e '.[worker]'"
-)
 
 
 @workflow.defn
@@ -204,7 +202,7 @@ async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> 
     async with serving(Collector()) as collector:
         folder, address = tmp_path_factory.mktemp("fleet"), await server.address()
         environment = profile(folder, address) | {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url if TRACES else "",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         }
         async with (
             started(world, environment, f"127.0.0.1:{free_port()}") as first,
@@ -213,8 +211,7 @@ async def fleet(server: DevServer, tmp_path_factory: pytest.TempPathFactory) -> 
         ):
             await says(second, "works for namespace")
             fleet = Fleet(desk, collector, first, second)
-            if TRACES:
-                await seen(lambda: b"StartActivity:issue_refund" in fleet.exported)
+            await seen(lambda: b"StartActivity:issue_refund" in fleet.exported)
             await fleet.kill()
             await asyncio.wait_for(fleet.fail_a_task(), SECONDS)
             url = f"http://127.0.0.1:{port}/metrics"
@@ -254,22 +251,11 @@ async def test_no_customer_text_and_no_key_leaves_the_process(fleet: Fleet) -> N
         assert secret not in fleet.output + fleet.metrics and secret.encode() not in fleet.exported
 
 
-@needs_tracing
 async def test_each_step_is_one_span_although_another_worker_replayed_it(fleet: Fleet) -> None:
     exported = fleet.exported
     assert exported.count(b"StartActivity:lookup_order") == 2  # one in each of the two cases
     assert exported.count(b"RunActivity:issue_refund") > 1
     assert all(f":{worker.pid}:dev".encode() in exported for worker in (fleet.first, fleet.second))
-
-
-async def test_without_a_build_it_works_around_stand_ins(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with recipe.stand_ins(desk.client, desk.queue):
-        case = await desk.start()
-        async with desk.world.attending(case):
-            assert (await case.result()).outcome == "refund succeeded"
-    assert "STAND-INS" in caplog.text
 
 
 # --- The end of a Worker -------------------------------------------------------------------------
@@ -284,7 +270,6 @@ async def test_it_stops_from_its_first_moment() -> None:
     assert (process.returncode, err) == (0, b"")  # as process 1 it would have no default handler
 
 
-@needs_tracing
 async def test_a_collector_that_does_not_answer_does_not_delay_the_exit(
     server: DevServer, tmp_path: Path
 ) -> None:

@@ -82,7 +82,10 @@ def profile(folder: Path, address: str | None, rest: str = "tls.disabled = true"
 
 @asynccontextmanager
 async def started(
-    world: Quiet, env: Mapping[str, str], metrics: str | None = None
+    world: Quiet,
+    env: Mapping[str, str],
+    metrics: str | None = None,
+    build: str = "worker_wiring:worker",
 ) -> AsyncIterator[Child]:
     given = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
@@ -90,7 +93,7 @@ async def started(
         "NO_PROXY": "127.0.0.1",
         **env,
     }
-    job = ("the Worker", "worker_wiring:deployed", given, world.name, "worker_wiring:worker")
+    job = ("the Worker", "worker_wiring:deployed", given, world.name, build)
     async with harness.child(*job, metrics, world=world) as child:
         yield child
 
@@ -287,22 +290,17 @@ async def test_a_collector_that_does_not_answer_does_not_delay_the_exit(
     assert desk.world.count()["refunds"] == 1
 
 
-async def test_a_namespace_that_is_deleted_ends_it_with_its_status(tmp_path: Path) -> None:
-    async with harness.dev_server('matching.longPollExpirationInterval="1s"') as server:
-        address = await server.address()
-
-        async def namespace(*words: str) -> None:
-            command = [str(harness.temporal_binary()), "operator", "namespace", *words]
-            ran = await asyncio.create_subprocess_exec(*command, "--address", address, stdout=-3)
-            assert await ran.wait() == 0
-
-        await namespace("create", "-n", "gone")
-        env = profile(tmp_path, address, 'tls.disabled = true\nnamespace = "gone"')
-        async with started(Quiet("1234"), env) as worker:
-            await says(worker, "works for namespace")
-            await namespace("delete", "-n", "gone", "--yes")
-            code = await asyncio.wait_for(worker.process.wait(), SECONDS)
-            last = lines(written(worker))[-1]["message"]
+async def test_a_namespace_that_is_deleted_ends_it_with_its_status(
+    server: DevServer, tmp_path: Path
+) -> None:
+    name, address = f"gone-{uuid.uuid4()}", await server.address()
+    create = "operator", "namespace", "create", "-n", name, "--address", address
+    ran = await asyncio.create_subprocess_exec(str(harness.temporal_binary()), *create, stdout=-3)
+    assert await ran.wait() == 0
+    env = profile(tmp_path, address, f'tls.disabled = true\nnamespace = "{name}"')
+    async with started(Quiet("1234"), env, build="worker_wiring:orphan") as worker:
+        code = await asyncio.wait_for(worker.process.wait(), SECONDS)
+        last = lines(written(worker))[-1]["message"]
     assert code == 2 and last == f"{address} answers NOT_FOUND; {CHECK}"
 
 

@@ -1,6 +1,7 @@
 """For `recipes/worker.py --build`: the Worker of a child whose world is that of the test."""
 
 import os
+import subprocess
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from temporalio.client import Client
 from temporalio.plugin import SimplePlugin
 from temporalio.worker import Worker, WorkerConfig
 
+from harness import temporal_binary
 from recipes import worker as recipe
 from refund_agent import RefundActivities, build_worker
 
@@ -38,3 +40,12 @@ def worker(client: Client, task_queue: str) -> Worker:
     config |= {"interceptors": [], "plugins": [*config["plugins"], Impatient()]}
     steps = RefundActivities(remote.stripe, remote.shop, remote.decide)
     return build_worker(Client(**config), task_queue, steps, remote.xmemory)
+
+
+def orphan(client: Client, task_queue: str) -> Worker:
+    """The namespace is deleted before the first poll, so the server need not end an old one."""
+    address = client.service_client.config.target_host
+    delete = "operator", "namespace", "delete", "--yes", "-n", client.namespace
+    command = [str(temporal_binary()), *delete, "--address", address]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return worker(client, task_queue)

@@ -43,6 +43,7 @@ class HttpFace(ABC):
         self.url = ""
         self.requests: list[Request] = []
         self.script: list[Answer | asyncio.Event | None] = []
+        self.held: list[asyncio.Event] = []
 
     @abstractmethod
     async def answer(self, request: Request) -> Answer | None: ...
@@ -53,6 +54,7 @@ class HttpFace(ABC):
         self.requests.append(request)
         scripted = self.script.pop(0) if self.script else await self.answer(request)
         if isinstance(scripted, asyncio.Event):
+            self.held.append(scripted)
             await scripted.wait()
             scripted = await self.answer(request)
         if scripted is None and sent.transport:
@@ -73,4 +75,6 @@ async def serving(face: Face) -> AsyncIterator[Face]:
     try:
         yield face
     finally:
+        for event in face.held:  # a handler goes on although its client has left
+            event.set()
         await runner.cleanup()

@@ -25,7 +25,6 @@ from refund_agent import (
     Order,
     RefundActivities,
     Step,
-    money,
     refusal,
 )
 
@@ -124,34 +123,23 @@ async def test_what_is_no_step_is_rejected_by_the_guard_rails(
     assert model.paid == [(1, *billed) for billed in face.billed]  # it was paid for all the same
 
 
-def test_arguments_that_are_not_json_are_rejected_and_none_are_none() -> None:
-    broken, empty = (real_model.ModelAnswer([("ask", text)], "", 1, 1) for text in ('{"text', ""))
-    assert real_model.step_of(broken, None) == Step("ask with arguments that are not JSON")
-    assert real_model.step_of(empty, None) == Step(f"ask {OTHER}: text (texts)")
+READ = {" 80.00 usd\n": 80_00, "1,234.50 USD": 1234_50, "1234.50 USD": 1234_50}
+UNCLEAR = (
+    "80 USD",
+    "80,00 USD",
+    "80.5 USD",
+    "1.234,50 USD",
+    "-80.00 USD",
+    "80.00",
+    "80.00 EUR",
+    "",
+)
 
 
-AMOUNTS = [
-    (" 80.00 usd\n", ORDER, 80_00),
-    ("1,234.50 USD", ORDER, 1234_50),
-    ("1234.50 USD", ORDER, 1234_50),
-    ("9,899 JPY", TEA_SET, 9_899),
-]
-UNCLEAR = [
-    *(f"{number} USD" for number in ("80", "80,00", "80.5", "80.000", "1.234,50", "-80.00", "8e1")),
-    *("80.00", "80.00 EUR", "USD 80.00", "80.00 USD each", "\uff18\uff10.00 USD", "1" * 9_999, ""),
-]
-UNCLEAR_YEN = ["1,23 JPY", "9899.00 JPY"]
-
-
-@pytest.mark.parametrize(("text", "order", "amount"), AMOUNTS)
-def test_an_amount_is_read_as_it_is_shown(text: str, order: Order, amount: int) -> None:
-    assert minor_units(text, order) == amount
-    assert minor_units(money(amount, order.currency), order) == amount
-
-
-def test_an_amount_that_could_mean_two_things_is_not_read() -> None:
-    assert [text for text in UNCLEAR if minor_units(text, ORDER) is not None] == []
-    assert [text for text in UNCLEAR_YEN if minor_units(text, TEA_SET) is not None] == []
+def test_an_amount_is_read_as_it_is_shown_or_not_at_all() -> None:
+    assert {text: minor_units(text, ORDER) for text in READ} == READ
+    assert [minor_units(text, ORDER) for text in UNCLEAR] == [None] * len(UNCLEAR)
+    assert minor_units("9,899 JPY", TEA_SET) == 9_899 and not minor_units("98.99 JPY", TEA_SET)
 
 
 # --- What is asked -------------------------------------------------------------------------------
@@ -272,15 +260,12 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: DevS
             PROGRAM, "--provider", provider, "--model", "scripted", env=env
         )
     assert (code, err) == (0, "")
-    table = dict(re.findall(r"^([a-z].*?) {2,}([\d,]+ +[\d,]+)$", out, re.MULTILINE))
-    counted = {
-        label: [int(cell.replace(",", "")) for cell in cells.split()]
-        for label, cells in table.items()
-    }
-    assert counted["model calls"] == [12, 6]
-    assert counted["lost to the crash: model calls"] == [6, 0]
-    assert counted["input tokens"][1] == sum(it.input_tokens for it in face.billed[12:])
-    assert counted["calls without an answer"] == [0, 0]
+    table = re.findall(r"^([a-z].*?) {2,}([\d,]+) +([\d,]+)$", out, re.MULTILINE)
+    counted = {label: (plain, durable) for label, plain, durable in table}
+    assert counted["model calls"] == ("12", "6")
+    assert counted["lost to the crash: model calls"] == ("6", "0")
+    assert counted["input tokens"][1] == f"{sum(it.input_tokens for it in face.billed[12:]):,}"
+    assert counted["calls without an answer"] == ("0", "0")
     assert {request.body["model"] for request in face.requests} == {"scripted"}
     assert out.count("re_0") == 2 and "6 paid answers, 6 are in Event History" in out
 
@@ -288,10 +273,8 @@ async def test_the_program_counts_what_a_crash_costs(provider: str, server: DevS
 @pytest.mark.parametrize(
     ("env", "line"),
     [
-        ({"OPENAI_API_KEY": " "}, "Set OPENAI_API_KEY to your API key."),
         ({"OPENAI_API_KEY": "kéy"}, "Set OPENAI_API_KEY to your API key."),
         ({"OPENAI_BASE_URL": ""}, "OPENAI_BASE_URL is no http or https URL."),
-        ({"OPENAI_BASE_URL": "localhost:80"}, "OPENAI_BASE_URL is no http or https URL."),
     ],
 )
 def test_a_wrong_environment_is_one_line_before_anything_starts(

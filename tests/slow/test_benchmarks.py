@@ -23,13 +23,6 @@ async def test_a_fleet_makes_one_refund_each() -> None:
     assert expected.items() <= counted.items()
 
 
-async def test_a_longer_wait_for_memory_leaves_no_more_events() -> None:
-    counted = await last_line("durable_write.py", "--polls", "2", "4")
-    two, four = counted["durable_write"]
-    assert (two["polls"], four["polls"]) == (2, 4)
-    assert two["events"] == four["events"] <= 18
-
-
 async def test_a_decider_that_queries_makes_history_grow_in_line_with_the_turns() -> None:
     counted = await last_line("history_growth.py", "--turns", "5", "10", "20")
     sizes: dict[str, list[int]] = {"sent": [], "queried": []}

@@ -1,18 +1,16 @@
 """A kill at every point of a case, and what counts as a failed row of that table."""
 
 import faulthandler
-import signal
 from typing import Any
 
 import pytest
 
 import crash_everywhere
 from crash_everywhere import IN_FLIGHT, Row, verdict
-from desk import ROOT, ended, program
+from desk import ROOT, ended
 from harness import DevServer
 from refund_agent import RefundResult
 
-ENDED = b"Ended; everything that was started is stopped."
 EVERYWHERE = ROOT / "run_demo.py", "--crash", "everywhere"
 
 
@@ -69,18 +67,6 @@ def test_only_the_call_in_flight_may_be_made_again_and_once(name: str) -> None:
     assert len(wrong_if(f"before {name} 1", **again)) == len(again)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        RefundResult("no answer", "We cannot."),
-        RefundResult("denied", "We cannot.", remembered=True),
-    ],
-)
-def test_another_ending_is_a_failed_row(result: RefundResult | None) -> None:
-    assert wrong_if("in Workflow Task 1", result=result) == ["it ended otherwise"]
-
-
 @pytest.mark.parametrize("more", [0, 1])
 async def test_a_failed_row_is_a_non_zero_exit(
     server: DevServer,
@@ -105,17 +91,6 @@ async def test_a_failed_row_is_a_non_zero_exit(
 
 
 # The program.
-
-
-async def test_an_interrupt_leaves_no_worker_behind(mark: None, server: DevServer) -> None:
-    env = {"TEMPORAL_ADDRESS": await server.address()}
-    async with program(*EVERYWHERE, env=env) as process:
-        assert process.stdout
-        while "not killed" not in (await process.stdout.readline()).decode():
-            pass
-        process.send_signal(signal.SIGTERM)
-        _, err = await process.communicate()
-    assert (process.returncode, err.strip()) == (143, ENDED)
 
 
 async def test_the_whole_table(mark: None) -> None:

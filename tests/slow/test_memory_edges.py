@@ -22,13 +22,6 @@ def impatiently(memory: WorkflowMemory) -> Awaitable[Any]:
     return memory.write_durable(TEXT, max_wait=SECOND)
 
 
-async def test_rows_of_another_read_mode_are_a_failure_too(client: Client) -> None:
-    async def rows(memory: WorkflowMemory) -> Any:
-        return (await memory.read("Person")).rows()
-
-    assert await fails(client, FakeXmemory({}), rows) == "XmemoryBadRequest"
-
-
 async def test_what_event_history_cannot_hold_is_refused_on_both_ways(client: Client) -> None:
     xmemory, novel = FakeXmemory({}), "é" * 300_000
     xmemory.put("Person", PERSON | {"fact": novel})

@@ -4,16 +4,13 @@ Temporal server's own."""
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.plugin import SimplePlugin
 from temporalio.service import RPCError
-from temporalio.testing import WorkflowEnvironment
 
 import harness
 from desk import Quiet, until
@@ -90,15 +87,6 @@ class Stage(Quiet):
         attempts = sum(call.args == ("before issue_refund",) for call in self.calls)
         assert counted["lookups"] == 2 + attempts
         return {name: counted[name] for name in UNDISTURBED}
-
-
-async def test_each_kill_at_a_decision_costs_one_decision_more(server: DevServer) -> None:
-    stage = Stage(server)
-    async with stage.case():
-        decided = "after agent_decide_next_step"
-        await stage.killed(stage.arm(f"{decided} 1"), stage.arm(f"{decided} 2"))
-        await stage.finished()
-    assert stage.well() == UNDISTURBED | {"decisions made": 7}
 
 
 async def test_two_workers_killed_with_their_requests_at_stripe_make_one_refund(
@@ -202,53 +190,3 @@ async def test_a_stock_server_and_the_default_cache_only_take_longer() -> None:
 
 
 # --- The server's own death ----------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def server_on(file: Path, port: int) -> AsyncIterator[DevServer]:
-    """A server whose records are in this file."""
-    server, job = DevServer(), "test_overlap:keep_server_on"
-    async with harness.child("the Temporal server", job, str(file), port, world=server) as keeper:
-        server.child = keeper
-        await server.address()  # it is up
-        yield server
-
-
-async def keep_server_on(remote: Any, file: str, port: int) -> None:
-    """A child's job."""
-    settings = [part for value in harness.FAST_TIMERS for part in ("--dynamic-config-value", value)]
-    environment = await WorkflowEnvironment.start_local(
-        port=port,
-        dev_server_existing_path=harness.temporal_binary(),
-        dev_server_database_filename=file,
-        dev_server_log_level="error",
-        dev_server_extra_args=settings,
-    )
-    await environment.client.count_workflows()
-    await remote.is_up(f"127.0.0.1:{port}")
-    await asyncio.Event().wait()
-
-
-async def test_a_review_and_a_refund_in_flight_outlive_the_temporal_server(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = tmp_path / "temporal.db", free.getsockname()[1]
-    async with server_on(*at) as server:
-        review, refund = Stage(server, "1235"), Stage(server)
-        held = refund.stripe.hold_next_create("before")
-        async with (
-            review.process() as reviewing,
-            refund.process() as refunding,
-            review.case(),
-            refund.case(),
-        ):
-            await reviewing.until(review.reviewing, SECONDS, "the review")
-            await refunding.until(held, SECONDS, "the refund")
-            await server.child.kill()
-            refund.stripe.release()
-            async with server_on(*at):
-                review.may_review.set()
-                await review.finish(reviewing)
-                await refund.finish(refunding)
-    assert review.well() == REVIEWED
-    assert refund.well() == UNDISTURBED

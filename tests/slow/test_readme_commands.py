@@ -18,6 +18,8 @@ NOT_RUN = {  # why
     'curl https://api.stripe.com/v1/refunds -u "$STRIPE_API_KEY:" -H \'Idempotency-Key: '
     "refund:1234:1' -d payment_intent=pi_... -d amount=8000 "
     "-d 'metadata[order_line]=1234:1'": "needs a key",
+    ".venv/bin/pip install -e '.[peers]'": "installs from the network",
+    ".venv/bin/python benchmarks/peers/compare.py": "takes minutes: test_peers.py",
     ".venv/bin/pip install -e '.[recipes]'": "installs from the network",
     ".venv/bin/temporal server start-dev": "runs until it is stopped, on a port that may be taken",
     ".venv/bin/temporal workflow start --type RefundAgent --task-queue refunds "

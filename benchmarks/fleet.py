@@ -1,12 +1,10 @@
 """N agents side by side: what they cost, and what becomes of them while Workers are killed.
 
     python benchmarks/fleet.py [--agents 200] [--in-flight 50] [--workers 1] [--kill-every [1.0]]
-                               [--imported-once]
 
 Each agent has an order and a customer of its own. A Worker is a process with what `build_worker`
-gives, the SDK's default cache and sandbox included: the sandbox imports the Workflow's file for
-every case that it takes up; `--imported-once`: once, as in `recipes/worker.py`. The dev server has
-short timers (`harness.FAST_TIMERS`). With `--kill-every`, a Worker is SIGKILLed so many seconds
+gives, the SDK's default cache and sandbox included. The dev server has short timers
+(`harness.FAST_TIMERS`). With `--kill-every`, a Worker is SIGKILLed so many seconds
 after it said that it polls, and replaced, until all agents have ended.
 
 Counted at the stand-ins: refunds, remembered cases, questions, and the calls beyond those of agents
@@ -65,7 +63,6 @@ CALLS = 15
 START_SECONDS = 60.0  # for a Worker, on a busy machine
 STARTS_AT_ONCE = 20  # a thousand would not be answered in time
 THINKING_SECONDS = 0.5  # of a customer
-PROGRESS_SECONDS = 10.0
 Ended = tuple[bool, int, int]  # as it should; events and bytes in its history
 
 
@@ -87,14 +84,9 @@ def server_pid(server: DevServer) -> int:
     return 0
 
 
-async def work(remote: Any, temporal: str, queue: str, imported_once: bool) -> None:
+async def work(remote: Any, temporal: str, queue: str) -> None:
     """A Worker process, with nothing of the harness in it but the way to the stand-ins."""
-    plugins = []
-    if imported_once:
-        from recipes.worker import ImportedOnce
-
-        plugins.append(ImportedOnce())
-    client = await run_demo.connect(temporal, plugins=plugins)
+    client = await run_demo.connect(temporal)
     steps = RefundActivities(remote.stripe, remote.shop, remote.decide)
     async with refund_agent.build_worker(client, queue, steps, remote.xmemory):
         await remote.polls(os.getpid())
@@ -160,15 +152,6 @@ class Fleet(run_demo.Durable):
         await anyio.sleep(THINKING_SECONDS)
         await self.cases[id].signal("answer", await reply(question))
 
-    async def say_how_far(self) -> None:
-        while True:
-            await anyio.sleep(PROGRESS_SECONDS)
-            print(
-                f"{self.gone} of {len(self.shown)} agents have ended, {self.kills} kills",
-                file=sys.stderr,
-                flush=True,
-            )
-
     def remembered(self, request: RefundRequest) -> int:
         self.request = request
         lines: int = self.count()["cases remembered"]
@@ -179,8 +162,8 @@ class Fleet(run_demo.Durable):
         self.polling[pid].set()
         self.ready.set()
 
-    async def keep_worker(self, temporal: str, imported_once: bool) -> None:
-        job = ("a Worker", "fleet:work", temporal, self.queue, imported_once)
+    async def keep_worker(self, temporal: str) -> None:
+        job = ("a Worker", "fleet:work", temporal, self.queue)
         while not self.ended.is_set():
             async with harness.child(*job, world=self) as worker:
                 await worker.until(self.polling[worker.pid], START_SECONDS, "its Task Queue")
@@ -200,17 +183,15 @@ async def run(options: argparse.Namespace) -> int:
         py_compile.compile(refund_agent.__file__)
     async with harness.dev_server(*harness.FAST_TIMERS) as server:
         fleet, pid = Fleet(options, await server.client()), server_pid(server)
-        telling = fleet.begin(fleet.say_how_far())
         async with asyncio.TaskGroup() as workers:
             for _ in range(options.workers):
-                work = fleet.keep_worker(await server.address(), options.imported_once)
+                work = fleet.keep_worker(await server.address())
                 workers.create_task(work)
             await fleet.ready.wait()
             before = time.monotonic(), cpu_seconds(pid)
             ended = await asyncio.gather(*map(fleet.live, fleet.requests))
             after = time.monotonic(), cpu_seconds(pid)
             fleet.ended.set()
-        telling.cancel()
     return report(fleet, ended, after[0] - before[0], after[1] - before[1])
 
 
@@ -287,11 +268,6 @@ def parsed() -> argparse.Namespace:
         metavar="SECONDS",
         help="how long after it is ready a Worker is SIGKILLed and replaced; "
         "1.0 without a number, and never without this option",
-    )
-    parser.add_argument(
-        "--imported-once",
-        action="store_true",
-        help="import the Workflow's file once, not for every case",
     )
     return parser.parse_args()
 

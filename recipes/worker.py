@@ -42,17 +42,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from temporalio import activity, runtime, workflow
 from temporalio.client import Client, Plugin
 from temporalio.envconfig import ClientConfig
-from temporalio.plugin import SimplePlugin
 from temporalio.service import RPCError
-from temporalio.worker import Worker, WorkerConfig
-from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
+from temporalio.worker import Worker
 
 from refund_agent import RefundActivities, build_worker
 
@@ -78,26 +75,6 @@ def stand_ins(client: Client, task_queue: str) -> Worker:
     world = run_demo.Durable("1234")
     activities = RefundActivities(world.stripe, world.shop, world.decide)
     return build_worker(client, task_queue, activities, world.xmemory)
-
-
-class ImportedOnce(SimplePlugin):
-    """Passes the files that define Workflows through the sandbox. By default the sandbox imports
-    them anew for every case that is not in the Worker's cache, and keeps the copy; this costs a
-    quarter of its CPU. The price: the sandbox no longer refuses `time.time()` and the like in the
-    loop, so the tests run without this class and find them. Cases share what such a file keeps at
-    module level, so keep nothing there. Give it before plugins that wrap the runner. It does
-    nothing for Workflows in `__main__`, or in a Replayer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("refund_agent.ImportedOnce")
-
-    def configure_worker(self, config: WorkerConfig) -> WorkerConfig:
-        runner, files = config["workflow_runner"], {w.__module__ for w in config["workflows"]}
-        if isinstance(runner, SandboxedWorkflowRunner):
-            allowed = runner.restrictions.with_passthrough_modules(*files)
-            config["workflow_runner"] = replace(runner, restrictions=allowed)
-        return super().configure_worker(config)
 
 
 class JsonLines(JsonFormatter):
@@ -201,7 +178,7 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             client = await Client.connect(
-                **config, identity=identity, runtime=telemetry, plugins=[ImportedOnce(), *plugins]
+                **config, identity=identity, runtime=telemetry, plugins=plugins
             )
             await client.count_workflows()  # else a wrong namespace or key shows only later
     except ValueError as error:

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from temporalio import activity
-from temporalio.client import ActivityFailureError, ActivityHandle, Client
+from temporalio.client import ActivityHandle, Client
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
@@ -45,10 +44,6 @@ class Work:
     def answer_in_a_thread(self) -> str:
         self.runs += 1
         return FACT
-
-    @activity.defn
-    async def fail(self) -> str:
-        raise ApplicationError("broken", type="Broken", non_retryable=True)
 
     @activity.defn(name="xmemory_of_my_own")
     async def own(self) -> str:
@@ -83,7 +78,7 @@ class Desk:
                 self.client,
                 task_queue=self.queue,
                 interceptors=[capture],
-                activities=[work.answer, work.answer_in_a_thread, work.fail, work.own, *memory],
+                activities=[work.answer, work.answer_in_a_thread, work.own, *memory],
                 activity_executor=threads,
                 max_heartbeat_throttle_interval=BRIEFLY,
             ):
@@ -157,16 +152,6 @@ async def test_memorys_own_activities_and_their_namesakes_are_left_out(
         await (await desk.start("xmemory_write", WriteInput(FACT, {}))).result()
         await (await desk.start("xmemory_of_my_own")).result()
     assert not xmemory.calls
-
-
-async def test_a_failure_passes_through_and_is_not_captured(
-    desk: Desk, xmemory: FakeXmemory
-) -> None:
-    with pytest.raises(ActivityFailureError) as caught:
-        await desk.run(AutoCapture(xmemory, as_text), "fail")
-    cause = caught.value.cause
-    assert isinstance(cause, ApplicationError)
-    assert (cause.type, cause.message, xmemory.calls) == ("Broken", "broken", [])
 
 
 @pytest.mark.parametrize("fails", [broken, as_text])

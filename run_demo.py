@@ -220,7 +220,7 @@ class Scenario(harness.World):
         await process.until(self.trapped, self.seconds, "the crash point")
         if self.result:
             return
-        self.free.clear()  # Stripe holds one call; this holds whatever that process tries next
+        self.free.clear()  # Stripe holds one call; this holds every later call of that process
         if self.by_hand:
             self.say("demo", f"Now kill it, in another terminal: kill -9 {process.pid}")
             await process.process.wait()
@@ -387,7 +387,7 @@ class Durable(Scenario):
     """After the kill, a new Worker goes on where the dead one stood."""
 
     kind, job = "worker", "run_demo:worker"
-    server: Server  # the Worker asks for its address, too
+    server: Server  # the Worker also asks for its address
 
     def process(self) -> AbstractAsyncContextManager[Child]:
         return harness.child("The Worker", self.job, self.name, world=self)
@@ -413,14 +413,14 @@ class Durable(Scenario):
                     await self.finish(second)
             self.recorded = await recorded_of(case)
         finally:
-            if not self.result:  # whatever ends the demo ends its case
+            if not self.result:  # a demo that ends early ends its case
                 with anyio.CancelScope(shield=True), suppress(RPCError):
                     case = client.get_workflow_handle_for(RefundAgent.run, self.name)
                     await case.terminate("the demo ended first", rpc_timeout=QUERY_TIMEOUT)
         self.tell()
 
     async def attend(self, case: Case) -> None:
-        """Be the people of a Workflow: answer whatever it waits for, until it has a result.
+        """Be the people of a Workflow: answer each question until it has a result.
         Watching Event History for that costs the Worker nothing, unlike polling."""
         async for event in case.fetch_history_events(wait_new_event=True):
             if waits_for_a_person(event) and (question := await open_question(case)):

@@ -4,10 +4,10 @@
 
 `project(activity_type, result)` is the text worth remembering, or None. It runs on the event loop,
 so it must not wait for anything. Activities whose names start with `xmemory_` are memory's own and
-left out; one of yours that is named so is left out, too.
+left out. So is one of yours with such a name.
 
-A capture never fails, repeats or outlives its Activity, so it may be lost; only the log says so. If
-the Worker dies between a capture and the report of the result, the Activity runs again and is
+A capture never fails, repeats or outlives its Activity. So it may be lost, and only the log says
+so. If the Worker dies between a capture and the report of the result, the Activity runs again and is
 captured again. What must be remembered belongs in the Workflow: `write_durable`. The heartbeats of
 a capture carry no details: project nothing of an Activity that, run again, resumes from its own.
 """
@@ -74,7 +74,7 @@ class _Capturing(worker.ActivityInboundInterceptor):
         try:
             if not info.activity_type.startswith(OWN) and self._options.samples(info):
                 await self._capture(info, result, began)
-        except (Exception, asyncio.CancelledError) as error:  # there is a result, come what may
+        except (Exception, asyncio.CancelledError) as error:  # the Activity has a result
             # Only the error's class: its text may quote a key or a customer.
             activity.logger.warning("result not captured: %s", type(error).__name__)
         return result
@@ -88,9 +88,9 @@ class _Capturing(worker.ActivityInboundInterceptor):
 
     @heartbeating
     async def _write(self, text: str, seconds: float) -> None:
-        """One call, whatever it says: free text is written at most once."""
+        """One call, also if it fails: free text is written at most once."""
         write = asyncio.ensure_future(self._options.instance.write_async(text, timeout=seconds))
-        write.add_done_callback(lambda it: it.cancelled() or it.exception())  # else asyncio logs it
+        write.add_done_callback(lambda it: it.cancelled() or it.exception())  # or asyncio logs it
         try:
             if not (await asyncio.wait([write], timeout=seconds))[0]:
                 raise TimeoutError

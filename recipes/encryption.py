@@ -150,7 +150,7 @@ async def play(server: harness.DevServer, *converters: DataConverter) -> Workflo
 
 
 def readable(exported: str) -> str:
-    """What an exported history shows to whoever has no key; base64 hides nothing."""
+    """What an exported history shows without a key; base64 hides nothing."""
     inside = [base64.b64decode(text).decode("latin-1") for text in BASE64.findall(exported)]
     return "\n".join([exported, *inside])
 

@@ -3,7 +3,7 @@
     pip install -e '.[memory]'
     XMEM_API_KEY=... python recipes/real_memory.py
 
-Finds the instance that XMEM_INSTANCE_ID names, or else the one called `refund-agent`. If there is
+Finds the instance that XMEM_INSTANCE_ID names, or the one called `refund-agent`. If there is
 none, makes it. Checks that its schema holds what the agent writes. Then plays one case on a dev
 server of its own, with stand-ins for everything but memory, and reads back what is remembered.
 XMEM_API_URL is another address. XMEM_CLUSTER_ID is needed if the key sees several clusters.

@@ -66,7 +66,7 @@ class ModelFailed(Exception):
 
 class ModelAnswer(NamedTuple):
     calls: Sequence[tuple[str, object]]  # the tools called and their arguments, as they came
-    fault: str  # why it is of no use whatever was called, or ""
+    fault: str  # why it is of no use, or ""
     input_tokens: int
     output_tokens: int
 
@@ -295,7 +295,7 @@ class LiveDurable(Live, run_demo.Durable): ...
 
 
 def lost(paid: Sequence[Paid]) -> list[Paid]:
-    """Answers that were paid for in vain: a later call was for the same turn or an earlier one."""
+    """Answers that were paid for twice: a later call was for the same turn or an earlier one."""
     return [one for at, one in enumerate(paid) if any(it.turn <= one.turn for it in paid[at + 1 :])]
 
 

@@ -180,7 +180,7 @@ async def connect(identity: str, telemetry: runtime.Runtime, plugins: list[Plugi
             client = await Client.connect(
                 **config, identity=identity, runtime=telemetry, plugins=plugins
             )
-            await client.count_workflows()  # else a wrong namespace or key shows only later
+            await client.count_workflows()  # or a wrong namespace or key shows only later
     except ValueError as error:
         leave(2, f"{where} cannot be connected to: {error}")
     except RPCError as error:

@@ -15,7 +15,7 @@ from harness import AnnounceActivities, DevServer
 from refund_agent import HUMAN, RefundActivities, build_worker, start_case
 from run_demo import DemoWorker, Plain, connect, request_for
 
-SECONDS = 60  # for whatever a Worker is expected to do, on a busy machine
+SECONDS = 60  # for any step of a Worker, on a busy machine
 
 
 async def worker(remote: Any, address: str, task_queue: str) -> None:
@@ -72,6 +72,6 @@ async def test_a_plain_process_that_is_killed_in_its_refund_starts_over() -> Non
     count = plain.count()
     # The second process asks both questions and makes all five decisions again.
     assert (count["questions to the customer"], count["decisions made"]) == (4, 10)
-    # The idempotency key saves the money here, too. But this process does not know that it did.
+    # The idempotency key also saves the money here. But this process does not know it.
     assert plain.killed_at and count["refunds"] == 1
     assert plain.result and plain.result.outcome == HUMAN

@@ -1,5 +1,5 @@
-"""Money moves once, whatever the world did meanwhile. The loop runs in a plain process here: what
-the owners are asked, and when, is the same in the Workflow."""
+"""Money moves once, although the world changes meanwhile. The loop runs in a plain process here. It
+asks the owners the same in the Workflow."""
 
 import asyncio
 import re

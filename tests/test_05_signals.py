@@ -61,7 +61,7 @@ async def send_all(case: Case, review: str) -> None:
         await send_answer(case, approval)
 
 
-async def test_while_a_case_waits_it_ignores_whatever_is_no_answer(desk: Desk) -> None:
+async def test_while_a_case_waits_it_ignores_what_is_no_answer(desk: Desk) -> None:
     async with waiting(desk) as (case, review):
         await send_all(case, review.id)
         assert await open_question(case) == review

@@ -41,7 +41,7 @@ CANARY = "xmem_CANARY_key at canary.host.example"  # must never be seen in Tempo
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_activities, "RETRIED", SOON)  # else each retry waits for a second
+    monkeypatch.setattr(memory_activities, "RETRIED", SOON)  # a retry would wait for a second
 
 
 Use = Callable[[WorkflowMemory], Awaitable[Any]]

@@ -14,7 +14,7 @@ class Journal:
     def __init__(self, store: str, id: str) -> None:
         self.db = sqlite3.connect(store, isolation_level=None)
         self.db.execute("pragma journal_mode = wal")
-        self.db.execute("pragma synchronous = full")  # a row outlives the machine, too
+        self.db.execute("pragma synchronous = full")  # a row also outlives the machine's crash
         self.db.execute("create table if not exists step (id, n, result, primary key (id, n))")
         self.id, self.steps = id, 0
 

@@ -5,8 +5,8 @@ after the body of every Activity, in every Workflow Task, in every wait for a pe
 these points the case is played again in a world of its own: a Worker is killed exactly there, and
 a new one finishes.
 
-The rule here: what is right was recorded, not written down. A row is right if all that was counted
-at the stand-ins is what the uninterrupted run came to, but for the one call in flight at its kill.
+No expected number is written down here. A row is right if every count at the stand-ins equals that
+of the uninterrupted run. Only the one call in flight at the kill may count once more.
 """
 
 import asyncio

@@ -7,9 +7,9 @@ so it must not wait for anything. Activities whose names start with `xmemory_` a
 left out. So is one of yours with such a name.
 
 A capture never fails, repeats or outlives its Activity. So it may be lost, and only the log says
-so. If the Worker dies between a capture and the report of the result, the Activity runs again and is
-captured again. What must be remembered belongs in the Workflow: `write_durable`. The heartbeats of
-a capture carry no details: project nothing of an Activity that, run again, resumes from its own.
+so. If the Worker dies between a capture and the report of the result, the Activity runs again and
+is captured again. What must be remembered belongs in the Workflow: `write_durable`. The heartbeats
+of a capture carry no details. So capture nothing of an Activity that resumes from its heartbeat.
 """
 
 import asyncio

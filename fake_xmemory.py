@@ -1,15 +1,14 @@
 """An in-memory xmemory instance with the call shape of the client's async instance handle.
 
-The same outline as `fake_stripe.py`. The rule here: a write is a job. It waits its turn in one
-queue, in the order received, and only a completed job can be read. There is no idempotency key and
-no deduplication: a write that is sent twice is two jobs, and only a structured mutation, which
-carries its key, then still ends in one row.
+Its outline is that of `fake_stripe.py`. A write is a job. Jobs wait in one queue and are applied in
+the order received. A read sees only completed jobs. There is no idempotency key and no
+deduplication: a write that is sent twice is two jobs. A structured mutation carries its key, so two
+of the same still end in one row.
 
 The schema is `{object type: [primary key fields]}`. The stand-in for the extractor reads `name:
-fact` from a text. With `forks` on, every text after the first job loses a leading "Dr.", as a model
-may drop it, and so files the same person under another key. Left out: relations, `xresponse`, the
-scope of a write, visibility lag, networking. The clock is `time.time()`: a job takes `job_seconds`
-by it, so a frozen clock is obeyed.
+fact` from a text. With `forks`, every text after the first job loses a leading "Dr.", as a model
+may drop it. The same person is then filed under another key. Left out: relations, `xresponse`, the
+scope of a write, visibility lag, networking. The clock is `time.time()`, so a frozen clock works.
 
 Source of the rules: xmemory-ai 0.23, its documentation, and recorded answers of the live service.
 """

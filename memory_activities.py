@@ -534,8 +534,8 @@ class XmemoryPlugin(SimplePlugin):
     """Registers the memory Activities on every Worker of a Client. Give it to the Client alone.
 
     The Workers share one client, which is opened when the first of them runs and closed when the
-    last of them stops. The API key comes from XMEM_API_KEY, the address from XMEM_API_URL or else
-    it is the service's, the instance from XMEM_INSTANCE_ID unless it is given. A variable that is
+    last of them stops. The API key comes from XMEM_API_KEY, and the instance from XMEM_INSTANCE_ID
+    unless it is given. XMEM_API_URL is another address than the service's. A variable that is
     missing or malformed is a ValueError here, because a Worker that fails while it starts can hang.
     """
 

@@ -23,7 +23,7 @@ async def step(name: str, about: Any) -> Any:
 
 
 @agent.main()
-async def run_case(ctx: restate.WorkflowContext) -> None:
+async def run_case(ctx: restate.WorkflowContext) -> Any:
     known: list[Any] = []
     while True:
         chosen = await ctx.run_typed("model", step, name="model", about=known)

@@ -134,6 +134,7 @@ async def restate_server() -> AsyncIterator[str]:
             "RESTATE_ADVERTISED_ADDRESS": f"http://{node}",
             "RESTATE_LISTEN_MODE": "tcp",
             "RESTATE_BASE_DIR": folder,
+            "TMPDIR": folder,
             "RESTATE_LOG_FILTER": "error",
             "RESTATE_DISABLE_TELEMETRY": "true",
         }

@@ -12,9 +12,3 @@ async def test_a_key_keeps_it_to_one_refund_in_every_engine_and_nothing_else_doe
     rows = [line.split(" | ") for line in out.splitlines()[2:]]
     assert [row[4] for row in rows] == ["1 / 2"] * len(names)
     assert [row[3] for row in rows] == ["10, 4, 4", "5, 2, 2", "5, 2, 2"]
-
-
-def test_an_engine_is_a_page() -> None:
-    files = [file for file in COMPARE.parent.glob("*.py") if file != COMPARE]
-    assert len(files) == 6
-    assert [file.name for file in files if len(file.read_text().splitlines()) > 60] == []

@@ -46,6 +46,7 @@ except ModuleNotFoundError:
     sys.exit("xmemory is not installed. Install it with: pip install -e '.[memory]'")
 
 NAME = "refund-agent"
+CANDIDATE = f"{NAME}-candidate-"
 SETTLE_SECONDS = 3.0  # longer than a process takes from finding no instance to having made one
 TEXT = ("str", "string")  # the service's own words for it
 
@@ -94,7 +95,7 @@ def conflicts(found: Mapping[str, Any]) -> list[str]:
 async def find_or_create(client: xmemory.AsyncXmemoryClient) -> tuple[str, bool]:
     """The id of the instance, and whether it was made just now."""
     given = os.environ.get("XMEM_INSTANCE_ID", "").strip()
-    named = [given] if given else await instances(client)
+    named = [given] if given else [id for name, id in await instances(client) if name == NAME]
     if len(named) > 1:
         raise HarnessError(f"{len(named)} instances are called {NAME}; set XMEM_INSTANCE_ID")
     if named:
@@ -107,23 +108,26 @@ async def find_or_create(client: xmemory.AsyncXmemoryClient) -> tuple[str, bool]
         raise HarnessError(f"the key sees {len(clusters)} clusters; set XMEM_CLUSTER_ID to one")
     created = await client.admin.create_instance(
         clusters[0],
-        NAME,
+        f"{CANDIDATE}{uuid.uuid4()}",
         json.dumps(SCHEMA),
         xmemory.SchemaType.JSON,
         description="What the refund agent remembers of past cases",
     )
-    # xmemory takes two instances of one name. After this wait, all who started at the same time see
-    # all of them and use the same one.
+    # xmemory takes two instances of one name, and tells no age. So each process makes a candidate.
+    # After this wait, all that started at the same time see all candidates and take the first one.
+    # Only that one gets the name that a later process looks for.
     await asyncio.sleep(SETTLE_SECONDS)
-    first = min([created.id, *await instances(client)])
+    (_, first), *_ = await instances(client)
+    await client.admin.patch_instance_metadata(first, name=NAME)
     if first != created.id:
         await client.admin.delete_instance(created.id)
     return first, first == created.id
 
 
-async def instances(client: xmemory.AsyncXmemoryClient) -> list[str]:
-    """The ids of those with our name."""
-    return [each.id for each in await client.admin.list_instances() if each.name == NAME]
+async def instances(client: xmemory.AsyncXmemoryClient) -> list[tuple[str, str]]:
+    """Names and ids of ours and of the candidates, in an order that is the same everywhere."""
+    found = await client.admin.list_instances()
+    return sorted((e.name, e.id) for e in found if e.name == NAME or e.name.startswith(CANDIDATE))
 
 
 class World(run_demo.Durable):

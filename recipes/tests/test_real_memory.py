@@ -74,17 +74,8 @@ async def test_two_that_start_at_once_use_one_instance(face: XmemoryFace) -> Non
     assert [sent.method for sent in face.requests].count("POST") == 2
 
 
-def changed(*path: str, **to: Any) -> Mapping[str, Any]:
-    """The schema with these values in the part that the path leads to."""
-    schema = copy.deepcopy(SCHEMA)
-    part = schema
-    for name in path:
-        part = part[name]
-    part.update(to)
-    return schema
-
-
-CUSTOMER = ("objects", "Customer")
+FOREIGN = copy.deepcopy(SCHEMA)
+FOREIGN["objects"]["Customer"]["fields"]["shop"] = {"type": "str", "required": True}
 
 
 @pytest.mark.parametrize(
@@ -94,10 +85,7 @@ CUSTOMER = ("objects", "Customer")
             {},
             "Customer must have the primary key customer_id; Customer.customer_id must be a text;",
         ),
-        (
-            changed(*CUSTOMER, "fields", shop={"type": "str", "required": True}),
-            "Customer.shop is required, and the agent does not know it",
-        ),
+        (FOREIGN, "Customer.shop is required, and the agent does not know it"),
     ],
 )
 async def test_a_schema_that_conflicts_is_one_line(

@@ -45,14 +45,8 @@ class XmemoryFace(HttpFace):
                 return self.instances
             case "POST", "clusters", cluster_id, "instances":
                 return [self._create(cluster_id, request.body)]
-            case "GET", "instances", instance_id, "schema":
-                found = [each for each in self.instances if each["id"] == instance_id]
-                if not found:
-                    raise XmemoryAPIError("no such instance", status=404, code="NOT_FOUND")
-                return found
-            case "DELETE", "instances", instance_id:
-                self.instances = [each for each in self.instances if each["id"] != instance_id]
-                return []
+            case "GET" | "PATCH" | "DELETE" as verb, "instances", instance_id, *_:
+                return self._one(verb, instance_id, request.body)
         if request.method != "POST" or request.path not in self.paths:
             raise XmemoryAPIError("no such instance", status=404, code="NOT_FOUND")
         options = {CLIENT_NAMES.get(name, name): value for name, value in request.body.items()}
@@ -61,10 +55,18 @@ class XmemoryFace(HttpFace):
             options["scope"] = scope | {"objects": flat}
         return [vars(await getattr(self.fake, self.paths[request.path])(**options))]
 
+    def _one(self, verb: str, instance_id: str, change: Any) -> list[Any]:
+        found = [each for each in self.instances if each["id"] == instance_id]
+        if not found:
+            raise XmemoryAPIError("no such instance", status=404, code="NOT_FOUND")
+        if verb == "PATCH":
+            found[0].update(change)
+        elif verb == "DELETE":
+            self.instances.remove(found[0])
+        return found
+
     def _create(self, cluster_id: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """An empty instance, whose records have the keys that its schema says."""
-        if cluster_id not in [each["id"] for each in self.clusters]:
-            raise XmemoryAPIError("no such cluster", status=404, code="NOT_FOUND")
         schema = json.loads(wanted["instance_schema"]["json_schema"]["value"])
         made = {
             "id": f"made-{len(self.instances) + 1}",

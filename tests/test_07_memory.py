@@ -318,7 +318,7 @@ def test_every_error_has_its_row_and_tells_nothing(type: str) -> None:
 
 
 @pytest.mark.parametrize(("hint", "delay"), [(7, 7), (9_000, 60), (0, None), (None, None)])
-def test_a_hint_is_heeded_for_an_hour_at_most(hint: int | None, delay: int | None) -> None:
+def test_a_hint_is_heeded_for_a_minute_at_most(hint: int | None, delay: int | None) -> None:
     wanted = None if delay is None else timedelta(seconds=delay)
     assert mapped(of(429, "RATE_LIMITED", hint)).next_retry_delay == wanted
 

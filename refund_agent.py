@@ -425,8 +425,9 @@ def hand_over(
     notice = (
         f"{why}. A refund may exist or still arrive. In Stripe, look at all refunds of the payment"
         f" of order {request.order_id} for the metadata {METADATA_KEY} = {request.name}. One that"
-        " failed or was canceled does not count. If none counts, wait an hour and look again. If"
-        " there is still none, make one by hand, and give it that metadata:"
+        " failed or was canceled does not count. One without metadata may be the refund of this"
+        " line: decide that first. If none counts, wait an hour and look again. If there is still"
+        " none and a refund is due, make one by hand, and give it that metadata:"
         f" key {METADATA_KEY}, value {request.name}."
     )
     return make_result(outcome if outcome in TOLD else HUMAN, refund, notice=notice)

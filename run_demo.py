@@ -449,7 +449,7 @@ class Recorded:
     """What Event History has of a case. No Worker is asked."""
 
     signals: int
-    finished: list[str]  # Activities with a result, in order
+    finished: list[str]  # Activities that have ended, in order
     last: str  # the Activity that was scheduled last
 
 
@@ -459,8 +459,12 @@ async def recorded_of(case: Case) -> Recorded:
         signals += event.HasField("workflow_execution_signaled_event_attributes")
         if name := event.activity_task_scheduled_event_attributes.activity_type.name:
             scheduled[event.event_id] = name
-        if id := event.activity_task_completed_event_attributes.scheduled_event_id:
-            finished.append(scheduled[id])
+        for ended in (
+            event.activity_task_completed_event_attributes,
+            event.activity_task_failed_event_attributes,
+        ):
+            if ended.scheduled_event_id:
+                finished.append(scheduled[ended.scheduled_event_id])
     return Recorded(signals, finished, [*scheduled.values()][-1])
 
 

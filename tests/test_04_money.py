@@ -337,9 +337,10 @@ async def test_every_other_refusal_is_a_handover_with_stripes_code(
     assert result.notice == (
         f"Stripe, {payment}: {shown}. A refund may exist or still arrive. In Stripe, look at all"
         " refunds of the payment of order 1234 for the metadata order_line = 1234:1. One that"
-        " failed or was canceled does not count. If none counts, wait an hour and look again. If"
-        " there is still none, make one by hand, and give it that metadata: key order_line, value"
-        " 1234:1."
+        " failed or was canceled does not count. One without metadata may be the refund of this"
+        " line: decide that first. If none counts, wait an hour and look again. If there is still"
+        " none and a refund is due, make one by hand, and give it that metadata: key order_line,"
+        " value 1234:1."
     )
 
 

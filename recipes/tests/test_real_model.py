@@ -97,7 +97,6 @@ NO_STEPS = [
     (Reply([ASK, ("approve", PAY)]), "2 tool calls instead of one"),
     (Reply([ASK], ended="refusal", says="I cannot help with that."), "a refusal"),
     (Reply([ASK], ended="length"), "an answer cut off after 4000 tokens"),
-    (Reply([("issue_refund", PAY)]), "issue_refund"),
     (Reply([("ask", {"text": " \n"})]), f"ask {OTHER}: text (texts)"),
     (Reply([("lookup_order", {"order_id": "1235"})]), f"lookup_order {OTHER}: none (texts)"),
     (

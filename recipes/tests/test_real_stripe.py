@@ -123,11 +123,9 @@ def error(status: int, code: str | None = None) -> fake_stripe.StripeError:
 SAID = [  # by Stripe, or by a proxy; the code that colleagues read, and whether it is final
     (fake_stripe.connection_lost(), "no usable answer", False),
     (fake_stripe.rate_limited(), "rate_limit", False),
-    (error(409), "409", False),
     (fake_stripe.server_error(), "500", False),
     (says(200), "200", False),
     (error(401), "401", False),
-    (fake_stripe.not_permitted(), "403", False),
     (error(400), "400", True),
     (error(402, "card_declined"), "card_declined", True),
     (says(404), "404", True),

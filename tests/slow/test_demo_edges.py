@@ -97,3 +97,9 @@ async def test_an_unreachable_server_is_one_line() -> None:
     code, _, err = await ended(DEMO, env={"TEMPORAL_ADDRESS": "127.0.0.1:1"})
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("The Temporal server at 127.0.0.1:1 does not answer")
+
+
+@pytest.mark.parametrize("order_id", ["1237", "9999"])  # their lookup fails for good
+async def test_an_order_that_cannot_be_refunded_is_played_as_well(order_id: str) -> None:
+    code, out, _ = await ended(DEMO, "--order", order_id)
+    assert code == 0 and "NOT OBSERVED" not in out

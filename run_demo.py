@@ -108,7 +108,7 @@ WITH_REFUND = ("1234", "1235", "1238", "1239")  # the others, and unknown ones, 
 SCRIPT = dict(zip(refund_agent.INTAKE, ("Yes, I opened it.", "The lid is cracked."), strict=True))
 ELSE = "I opened it, its lid is cracked, and I want all my money back."  # to what a model may ask
 CRASHES = {
-    "before-refund": "the agent has chosen the refund, Stripe has not been asked",
+    "before-refund": "the agent has chosen the refund, Stripe has not been asked for it",
     "refund-in-flight": "Stripe has been asked and has not acted",
     "after-refund": "Stripe has acted, its answer has not arrived",
     "during-memory-write": "the case is decided, its record is being written",
